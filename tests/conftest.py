@@ -12,7 +12,7 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ RECIPE = {
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _fork_python() -> Iterator[None]:
+def _fork_python():
     """Fork the processes that tests and tools start as sys.executable; see forked_python.py."""
     python, folder = sys.executable, os.environ.get(forked_python.FOLDER)
     sys.executable = f"{folder}/python" if folder else python
@@ -81,31 +81,31 @@ def _fork_python() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _draw_shapes_once() -> None:
+def _draw_shapes_once():
     """Generating the shapes takes half a second, and most tests use the same ones."""
     datasets._generate_shapes_dataset = cache(datasets._generate_shapes_dataset)
 
 
 @pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     return make_folders(tmp_path_factory.mktemp("made") / "folders")
 
 
 @pytest.fixture(scope="session")
-def packed(folders: Path) -> Path:
+def packed(folders):
     """The images of `folders` in shards: 5 for training, of 4 or 5 images, and 3 for validation."""
     assert prepare_data.main(["--shards", f"{folders.parent}/shards", f"--from={folders}", "--images_per_shard=5"]) == 0
     return folders.parent / "shards"
 
 
 @pytest.fixture
-def copied(packed: Path, tmp_path: Path) -> Path:
+def copied(packed, tmp_path):
     """A copy of `packed` to be damaged."""
     return Path(shutil.copytree(packed, tmp_path / "copied"))
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def pictures(tmp_path_factory):
     """pictures(size): a folder with ten classes of two training JPEGs and one validation JPEG of about that size."""
     made: dict[int, Path] = {}
 
@@ -133,19 +133,19 @@ def tiny_config(block: str = "default", **changes: Any) -> Config:
 
 
 @pytest.fixture(scope="session")
-def tiny() -> Callable[..., Config]:
+def tiny():
     """tiny(block="default", **changes), see `tiny_config`."""
     return tiny_config
 
 
 @pytest.fixture(scope="session")
-def one_rank() -> World:
+def one_rank():
     """A single process on the CPU."""
     return World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture
-def cifar_path() -> Path:
+def cifar_path():
     """The folder with the real CIFAR binaries; skips the test if the environment variable CIFAR_DATA is not set."""
     folder = os.environ.get("CIFAR_DATA")
     if not folder:
@@ -154,7 +154,7 @@ def cifar_path() -> Path:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refused(capsys):
     """refused(*arguments): train.py's error for a wrong command line, one or two lines with exit status 2."""
 
     def refuse(*arguments: str) -> str:

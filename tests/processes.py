@@ -2,13 +2,12 @@
 
 import os
 import pickle
-import pty
 import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,28 +110,6 @@ def wait_until(what: str, seconds: float, test: Callable[[], Any], step: float =
         assert time.monotonic() < deadline, f"no {what} within {seconds} s"
         time.sleep(step)
     return value
-
-
-def run_on_a_terminal(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run a command on a terminal of 120 columns; return its exit status and output."""
-    terminal, end = pty.openpty()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**environment, "TERM": "xterm", "COLUMNS": "120"}, stdin=end, stdout=end, stderr=end
-    )
-    os.close(end)
-    output = _read_terminal(terminal)
-    return process.wait(), output
-
-
-def _read_terminal(terminal: int) -> str:
-    """Return all output until the other end closes, without escape sequences."""
-    written = b""
-    while True:
-        try:
-            written += os.read(terminal, 1 << 16)
-        except OSError:  # Linux's end of file
-            os.close(terminal)
-            return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written.decode())
 
 
 def complaints(ended: list[Ended]) -> list[str]:

@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from tools.predict import predict
 from tools.shared.trained import open_trained
 from utils.config.command_line import parse_arguments
 from utils.data.datasets.dataset import load_dataset
-from utils.distributed.world import World
 from utils.errors import ConfigError, Stopped
 from utils.run.preemption import SIGNALS
 from utils.training.learner import Learner
@@ -28,7 +26,7 @@ SHORT = TINY | {"limit_valid_batches": None, "log_to_screen": False}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> api.Run:
+def run(tmp_path_factory):
     """A run of train(), in a folder of its own."""
     return api.train("quickstart", run_dir=tmp_path_factory.mktemp("runs") / "run", **SHORT)
 
@@ -37,7 +35,7 @@ def computed(run: api.Run) -> list[dict[str, Any]]:
     return without_times([run.metrics, *run.epochs])
 
 
-def test_train_gives_the_figures_of_the_command_line(run: api.Run, tmp_path: Path) -> None:
+def test_train_gives_the_figures_of_the_command_line(run, tmp_path):
     """Also the second time in a process, and in another thread, where no signal can be handled."""
     command = ["--config=quickstart", f"--run-dir={tmp_path / 'command'}", *as_options(SHORT)]
     assert train.main(parse_arguments(command)) == 0
@@ -50,9 +48,7 @@ def test_train_gives_the_figures_of_the_command_line(run: api.Run, tmp_path: Pat
     assert handlers == [signal.getsignal(number) for number in SIGNALS]
 
 
-def test_the_same_call_resumes_an_interrupted_run(
-    run: api.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_call_resumes_an_interrupted_run(run, tmp_path, monkeypatch):
     handlers, train_step = [signal.getsignal(number) for number in SIGNALS], Learner.train_step
 
     def interrupt(learner: Learner, *batch: Any) -> None:
@@ -67,19 +63,19 @@ def test_the_same_call_resumes_an_interrupted_run(
     assert computed(api.train("quickstart", run_dir=tmp_path / "run", **SHORT)) == computed(run)
 
 
-def test_a_new_folder_that_starts_from_a_finished_run_trains_nothing(run: api.Run, tmp_path: Path) -> None:
+def test_a_new_folder_that_starts_from_a_finished_run_trains_nothing(run, tmp_path):
     other = api.train("quickstart", run_dir=tmp_path / "other", resume=run.folder, **SHORT)
     assert (other.metrics, other.epochs) == ({}, [])
 
 
-def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path: Path) -> None:
+def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path):
     with pytest.raises(ConfigError, match="unknown key 'batch_sise'"):
         api.train("quickstart", batch_sise=3)
     with pytest.raises(ConfigError, match="lr"):
         api.train("quickstart", lr=tmp_path)
 
 
-def test_load_gives_the_predictions_of_the_command(run: api.Run, one_rank: World, tmp_path: Path) -> None:
+def test_load_gives_the_predictions_of_the_command(run, one_rank, tmp_path):
     model, names, transform = api.load(run.folder)
     dataset = load_dataset("shapes", tmp_path, download=False)
     pictures = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in dataset.valid.images[:100]]
@@ -91,14 +87,14 @@ def test_load_gives_the_predictions_of_the_command(run: api.Run, one_rank: World
     assert transform(pictures[0].resize((80, 50)).convert("L")).shape == (3, 32, 32)
 
 
-def test_load_warns_of_a_damaged_checkpoint(run: api.Run, tmp_path: Path) -> None:
+def test_load_warns_of_a_damaged_checkpoint(run, tmp_path):
     shutil.copytree(run.folder, tmp_path / "run")
     (tmp_path / "run/checkpoints/step-999999999.pt").write_bytes(b"cut")
     with pytest.warns(UserWarning, match=r"skipped: .*step-999999999\.pt"):
         api.load(tmp_path / "run")
 
 
-def test_evaluate_gives_the_figures_of_the_command(run: api.Run, tmp_path: Path) -> None:
+def test_evaluate_gives_the_figures_of_the_command(run, tmp_path):
     assert evaluate.main([str(run.folder), "--json", str(tmp_path / "figures.json")]) == 0
     expected = json.loads((tmp_path / "figures.json").read_text())
     assert api.evaluate(run.folder) == expected

@@ -1,7 +1,6 @@
 """The blocks of config/*.yaml, reading of YAML 1.2, and the messages for wrong files."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from tests.generated import schema, with_default_block
 from tests.test_blocks import BLOCKS, FILES
 from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config, override
-from utils.config.command_line import parse_arguments
 from utils.errors import ConfigError
 
 # ---- the files of this repository
@@ -69,30 +67,15 @@ def test_schema_is_current():
 
 # The values of the SC20 tutorial's config/cifar100.yaml.
 TUTORIAL_DEFAULT = {
-    "lr": 0.1,
-    "momentum": 0.9,
-    "weight_decay": 0.0005,
-    "lr_warmup_epochs": 0,
+    "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0005, "lr_warmup_epochs": 0,
     "cifar100_mean": (0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
     "cifar100_std": (0.2673342858792401, 0.2564384629170883, 0.27615047132568404),
-    "data_path": "./data",
-    "rnd_rotation_angle": 15,
-    "num_data_workers": 6,
-    "num_classes": 100,
-    "max_epochs": 100,
-    "batch_size": 128,
-    "valid_batch_size_per_gpu": 128,
-    "log_to_screen": True,
-    "log_to_tensorboard": True,
-    "save_checkpoint": True,
-    "log_freq": 20,
-    "enable_amp": False,
-    "enable_nhwc": False,
-    "enable_extra_opts": False,
-    "enable_profiling": False,
-    "profiling_epoch_start": 2,
-    "profiling_iters_per_epoch": 100,
-}
+    "data_path": "./data", "rnd_rotation_angle": 15, "num_data_workers": 6, "num_classes": 100,
+    "max_epochs": 100, "batch_size": 128, "valid_batch_size_per_gpu": 128,
+    "log_to_screen": True, "log_to_tensorboard": True, "save_checkpoint": True, "log_freq": 20,
+    "enable_amp": False, "enable_nhwc": False, "enable_extra_opts": False,
+    "enable_profiling": False, "profiling_epoch_start": 2, "profiling_iters_per_epoch": 100,
+}  # fmt: skip
 # block: (lr, batch size, epochs, warm-up epochs, AMP, NHWC, EXTRA, profiled and without checkpoints)
 TUTORIAL_BLOCKS = {
     "bs128": (0.1, 128, 100, 0, False, False, False, False),
@@ -161,7 +144,6 @@ LINE_1 = f"default: &DEFAULT {{{PAIRS}}}\n"
         ("data_path", "12:30", "12:30"),  # 750 to YAML 1.1 parsers
         ("data_path", "a b", "a b"),
         ("data_path", "'/data/set #2'", "/data/set #2"),
-        ("lr_milestones", "[60, 80]", (60, 80)),
     ],
 )
 def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(key, text, value, tmp_path):
@@ -173,22 +155,14 @@ def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(key, text, value,
     assert type(from_file) is type(from_override) is type(value)
 
 
-@pytest.mark.parametrize("text", ["/data/set #2", "2024", "1e5", "null", "true", "[a", "*x", "a: b", "é"])
-def test_a_text_is_taken_literally_on_the_command_line(text):
-    assert override(Config(), [f"data_path={text}"]).data_path == text
-    assert override(Config(), [f"data_path={as_yaml(text)}"]).data_path == text
-
-
-def test_the_command_line_has_no_comments():
-    with pytest.raises(ConfigError, match=r'lr is "0.5 # x"; allowed: '):
-        override(Config(), ["lr=0.5 # x"])
-
-
-@pytest.mark.parametrize("text", ["é", "😀", 'a "b" \\c', "# no comment", "\x7f\x85\u2028", " ", "null", "1", "*a: [b"])
-def test_any_text_survives_being_printed(text, tmp_path):
+@pytest.mark.parametrize(
+    "text", ["é", "😀", 'a "b" \\c', "/data/set #2", "a\x7f\x85\u2028b", "2024", "1e5", "null", "*a: [b"]
+)
+def test_any_text_survives_being_printed_and_is_taken_literally_on_the_command_line(text, tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text(f"x:\n  {render(_with(data_path=text)).replace(chr(10), chr(10) + '  ')}", encoding="utf-8")
-    assert load_config(path, "x").data_path == text
+    path.write_text(f"x:\n  data_path: {as_yaml(text)}\n", encoding="utf-8")
+    for config in (load_config(path, "x"), override(Config(), [f"data_path={text}"])):
+        assert config.data_path == text
 
 
 def test_own_keys_win_over_merged_and_earlier_merges_over_later(tmp_path):
@@ -197,12 +171,6 @@ def test_own_keys_win_over_merged_and_earlier_merges_over_later(tmp_path):
     path.write_text(LINE_1 + text, encoding="utf-8")
     config = load_config(path, "x", ["seed=5", "seed=6"])
     assert (config.lr, config.seed, config.log_freq, config.batch_size) == (4, 6, 2, 128)
-
-
-def test_an_alias_means_the_nearest_anchor_before_it_and_nothing_warns(tmp_path, recwarn):
-    path = tmp_path / "c.yaml"
-    path.write_text(LINE_1 + "a: &A {lr: 2}\nb: &A {lr: 3}\nx: {<<: *A}\n", encoding="utf-8")
-    assert load_config(path, "x").lr == 3 and not recwarn.list
 
 
 def test_windows_files_load(tmp_path):
@@ -218,26 +186,14 @@ COUNT = "allowed: a whole number from 1 to 2147483647"
 MEAN = "allowed: a list of 3 values, each a number at least 0 and at most 1"
 BROKEN_VALUES = [
     ("lr: fast", 'lr is "fast"; ' + RATE),
-    ("lr: -0.1", "lr is -0.1; " + RATE),
     ("lr: .nan", f"lr is NaN; {RATE}"),
-    ("lr: true", "lr is true; " + RATE),
     ('lr: "0.1"', f'lr is "0.1"; {RATE}; write 0.1 without quotes'),
-    ("lr: {start: 0.1}", 'lr is {"start": 0.1}; ' + RATE),
-    ("lr: !mine 3", 'lr is "3"; ' + RATE),
     ("lr: !!python/object/apply:os.getpid []", "lr is []; " + RATE),
     ("batch_size: 1.0", f"batch_size is 1.0; {COUNT}; write 1"),
-    ("batch_size: 99999999999999999999", "batch_size is 99999999999999999999; " + COUNT),
-    ("momentum: 1", "momentum is 1; allowed: a number at least 0 and below 1"),
     ("enable_nhwc: yes", 'enable_nhwc is "yes"; allowed: true or false; write true'),
-    ("enable_nhwc: 1", "enable_nhwc is 1; allowed: true or false; write true"),
     ("micro_batch_size: None", f'micro_batch_size is "None"; {COUNT} or null; write null'),
-    ("stem: 3", "stem is 3; allowed: 7x7, 3x3"),
-    ('data_path: ""', 'data_path is ""; allowed: a non-empty string'),
     ("cifar100_mean: [129.3, 124.1, 112.4]", "cifar100_mean is [129.3, 124.1, 112.4]; " + MEAN),
-    ("lr_milestones: [1.0]", "lr_milestones is [1.0]; allowed: a list of values, each a whole number from 1"),
     ("bacth_size: 64", "unknown key 'bacth_size'. Did you mean 'batch_size'?"),
-    ("no_such_key: 64", "unknown key 'no_such_key'; --explain lists every key"),
-    ("lr_schedule: onecycle", "lr_warmup_epochs is 0; lr_schedule onecycle rises over it and needs a value above 0"),
     ("lr_schedule: step", "lr_schedule step cuts at lr_milestones, but that is []; list at least one epoch"),
 ]
 
@@ -253,102 +209,33 @@ def test_a_broken_value_is_named_with_its_place(line, message, tmp_path, refused
 
 BROKEN_FILES = {
     "duplicate key": ("x:\n  lr: 1\n  lr: 2\n", 'FILE:4: is not valid YAML 1.2: found duplicate key "lr"'),
-    "duplicate block": ("x:\n  lr: 1\nx:\n  lr: 2\n", 'FILE:4: is not valid YAML 1.2: found duplicate key "x"'),
-    "duplicate merge": ("x:\n  <<: *DEFAULT\n  <<: *DEFAULT\n", "FILE:4: is not valid YAML 1.2: found duplicate merge"),
     "two keys wrong": ("x:\n  cifar100_mean: []\n  lr: -1\n", f"FILE:3: cifar100_mean is []; {MEAN}\nalso wrong: lr\n"),
     "combination placed at its last key": (
         "x:\n  <<: *DEFAULT\n  nesterov: true\n  momentum: 0\n",
         "FILE:5: nesterov is true, but momentum is 0; it needs momentum above 0",
     ),
-    "profiled epoch never comes": (
-        "x:\n  <<: *DEFAULT\n  enable_profiling: true\n  max_epochs: 1\n",
-        "FILE:5: enable_profiling would profile nothing: profiling_epoch_start 2 exceeds max_epochs 1",
-    ),
-    "part of an epoch": (
-        "x:\n  lr_warmup_by: epoch\n  lr_warmup_epochs: 1.5\n",
-        "FILE:4: lr_warmup_by epoch needs whole epochs, but lr_warmup_epochs is 1.5; use step",
-    ),
-    "onecycle by epochs": (
-        "x:\n  lr_warmup_epochs: 1\n  lr_schedule: onecycle\n  lr_warmup_by: epoch\n",
-        "FILE:5: lr_warmup_by is epoch, but lr_schedule onecycle rises with every step; use step",
-    ),
     "wrong in the merged block": ("y: &Y\n  <<: *DEFAULT\n  lr: -1\nx:\n  <<: *Y\n", "FILE:4: lr is -1; " + RATE),
     "tab": ("x:\n  <<: *DEFAULT\n\tlr: 1\n", "FILE:4: is not valid YAML 1.2: found character '\\t'"),
     "no colon": ("x:\n  lr 3\n", "FILE:2: block 'x' is \"lr 3\"; expected keys below it, for example lr: 0.1"),
-    "bad indentation": ("x:\n   lr: 3\n  seed: 4\n", "FILE:4: is not valid YAML 1.2: "),
-    "block is empty": ("x:\n", "FILE:2: block 'x' is null; expected keys below it"),
     "unknown block": ("y: *DEFAULT\n", "--config=x: FILE has no such block. It has: default, y"),
-    "cyclic merge": ("x: &X\n  <<: *X\n", "FILE: is not valid YAML 1.2: "),
-    "merge of a name": ("x:\n  <<: DEFAULT\n", "FILE:3: is not valid YAML 1.2: expected a mapping"),
     "missing anchor": ("x:\n  <<: *NOPE\n", "FILE:3: is not valid YAML 1.2: found undefined alias 'NOPE'"),
-    "two documents": ("---\nx: 1\n", "FILE:2: is not valid YAML 1.2: but found another document"),
-    **{
-        f"block name {name!r}": (
-            f"{json.dumps(name)}: *DEFAULT\n",
-            f"FILE:2: block name {json.dumps(name)} cannot name",
-        )
-        for name in ("../x", ".x", "-x", "", "a b", "x\n", "~")
-    },
+    "block name": ('"../x": *DEFAULT\n', 'FILE:2: block name "../x" cannot name'),
+    "binary": ("\udcff", "FILE: is not UTF-8 text; expected a YAML file of configuration blocks"),
+    "large": ("#" * 300_000, "FILE: has over 300,000 bytes; expected a YAML"),
 }
 
 
 @pytest.mark.parametrize(("text", "message"), BROKEN_FILES.values(), ids=BROKEN_FILES.keys())
 def test_a_broken_block_is_named_with_its_place(text, message, tmp_path, refused):
     path = tmp_path / "c.yaml"
-    path.write_text(LINE_1 + text, encoding="utf-8")
+    path.write_text(LINE_1 + text, encoding="utf-8", errors="surrogateescape")
     assert refused(f"--yaml_config={path}", "--config=x").startswith("error: " + message.replace("FILE", str(path)))
-
-
-NO_BLOCKS = "FILE: holds no configuration blocks; expected block names with keys below them"
-NO_TEXT = "FILE: is not UTF-8 text; expected a YAML file of configuration blocks"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param(b"", NO_BLOCKS, id="empty"),
-        pytest.param(b"- default\n- x\n", NO_BLOCKS, id="a list"),
-        pytest.param(bytes(range(256)), NO_TEXT, id="binary"),
-        pytest.param(b"x:\n  lr: \x00\n", "FILE: is not valid YAML 1.2: unacceptable character", id="NUL"),
-        pytest.param(b"default:\n" + b"#" * 300_000, "FILE: has over 300,000 bytes; expected a YAML", id="large"),
-    ],
-)
-def test_a_broken_file_is_named(content, message, tmp_path, refused):
-    path = tmp_path / "c.yaml"
-    path.write_bytes(content)
-    assert refused(f"--yaml_config={path}", "--config=x").startswith("error: " + message.replace("FILE", str(path)))
-
-
-def test_every_key_has_a_message_with_its_allowed_values():
-    for key in Config.model_fields:
-        with pytest.raises(ConfigError) as refused:
-            override(Config(), [f"{key}="])
-        assert str(refused.value).startswith(f"--set {key}=: {key} has no value; allowed: ")
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path, refused):
-    """A FIFO does not block the program."""
-    pipe = tmp_path / "pipe.yaml"
-    os.mkfifo(pipe)
-    cases = {tmp_path / "no.yaml": "No such file or directory", tmp_path: "Is a directory", pipe: "not a regular file"}
-    for path, problem in cases.items():
+    for path, problem in {tmp_path / "no.yaml": "No such file or directory", tmp_path: "Is a directory"}.items():
         expected = f"error: {path}: expected a YAML file of configuration blocks: {problem}\n"
         assert refused(f"--yaml_config={path}") == expected
-
-
-# ---- the folder of a block's run
-
-
-@pytest.mark.parametrize("name", ["v1.2_b+3", "0", "null", "x" * 100])
-def test_a_block_writes_into_its_own_folder_of_expts(name, tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text(f"{LINE_1}{json.dumps(name)}: *DEFAULT\n", encoding="utf-8")
-    run_dir = parse_arguments([f"--yaml_config={path}", f"--config={name}"]).run_dir
-    assert run_dir.resolve() == Path.cwd() / "expts" / name
-
-
-def _with(**changes: Any) -> Config:
-    return Config(**(DEFAULT.model_dump() | changes))
 
 
 # ---- blocks of other files
@@ -381,23 +268,10 @@ def test_a_block_extends_one_of_another_file(tmp_path, monkeypatch):
     assert load_config(own, "again").model_dump() == Config(lr=0.3, seed=3).model_dump()
 
 
-@pytest.mark.parametrize("name", ["cifar10.yaml", "config/cifar10.yaml"])
-def test_files_of_blocks_are_found_next_to_the_code(name, tmp_path, monkeypatch):
-    expected = list_blocks(CIFAR100.with_name("cifar10.yaml"))
-    monkeypatch.chdir(tmp_path)
-    assert list_blocks(Path(name)) == expected
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("own:\n  lr: 0.3\n", encoding="utf-8")
-    assert list(list_blocks(Path(name))) == ["own"]
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ("bs128", "expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt"),
-        ("cifar100.yaml #bs128", "expected FILE#BLOCK without a space"),
-        ("nosuch.yaml#bs128", 'extends "nosuch.yaml#bs128": no such file; expected one in '),
         ("cifar100.yaml#bs129", "cifar100.yaml has no such block. Did you mean 'bs128'?"),
         ("other.yaml#theirs", "block 'mine' extends itself; remove the cyclic extends"),
         ("wrong.yaml#it", 'wrong.yaml:2: lr is "fast"'),
@@ -411,11 +285,3 @@ def test_a_missing_extended_block_is_named(tmp_path, value, message):
     with pytest.raises(ConfigError) as refused:
         load_config(own, "mine")
     assert message in str(refused.value) and str(refused.value).count("\n") == 0
-
-
-def test_a_wrong_combination_of_keys_is_shown_at_the_block_that_sets_one(tmp_path):
-    """Not at a later line of the file that it extends, whose block is valid."""
-    own = tmp_path / "own.yaml"
-    own.write_text("mine:\n  extends: cifar100.yaml#quickstart\n  lr_warmup_epochs: 0\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"own.yaml:3: lr_warmup_epochs is 0; lr_schedule onecycle"):
-        load_config(own, "mine")

@@ -102,7 +102,7 @@ def solve(exercise: str, solution: str) -> str:
 
 
 @pytest.mark.parametrize("path", EXERCISES, ids=lambda path: path.stem)
-def test_only_the_solution_passes(path: Path, tmp_path: Path) -> None:
+def test_only_the_solution_passes(path, tmp_path):
     exercise, solution = path.read_text("utf-8"), (SOLUTIONS / path.name).read_text("utf-8")
     answers = {"blank": exercise, "solved": solve(exercise, solution)}
     assert BLANK not in answers["solved"]
@@ -117,7 +117,7 @@ def test_only_the_solution_passes(path: Path, tmp_path: Path) -> None:
     assert not [name for name, counts in outcomes.items() if not counts["failed"]]
 
 
-def test_every_exercise_is_listed() -> None:
+def test_every_exercise_is_listed():
     assert len(EXERCISES) >= 8
     listed = (ROOT / "exercises/README.md").read_text("utf-8")
     assert all(f"[{path.name}]({path.name})" in listed for path in EXERCISES)

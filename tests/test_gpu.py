@@ -47,7 +47,7 @@ OPTIMIZERS = ("adamw", "muon")
 
 
 @pytest.fixture
-def gpu() -> World:
+def gpu():
     return World(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
 
 
@@ -138,7 +138,7 @@ ALL_SWITCHES = SWITCHES | {
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, torch.Tensor]:
+def references():
     return {}
 
 

@@ -1,8 +1,6 @@
 """Every block in config/, with a small network and data, trains, validates, saves and resumes in mid-epoch on a GPU.
 Blocks with equal training settings run once."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,8 +47,6 @@ def distinct() -> list[Any]:
 
 
 @pytest.mark.parametrize("config", distinct())
-def test_a_block_resumes_after_a_stop(
-    config: Config, pictures: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_resumes_after_a_stop(config, pictures, tmp_path, monkeypatch):
     config = Config(**config.model_dump() | {"data_path": str(pictures(32))})
     check_resume(config, tmp_path, monkeypatch)

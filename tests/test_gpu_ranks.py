@@ -54,9 +54,7 @@ def configuration(device: str, **changes: Any) -> Config:
     return tiny_config(**values | (NOT_ON_A_CPU if device == "cpu" else {}))
 
 
-def train_runs(
-    folder: Path, device: str, runs: dict[str, dict[str, Any]], who: int = -1, number: int = signal.SIGTERM
-) -> int:
+def train_runs(folder, device, runs, who=-1, number=signal.SIGTERM):
     """Train whole runs; save each rank's weights and buffers in `folder`. Rank `who` sends itself a signal before its
     last step but one, which is replayed if the run uses a graph."""
     if device == "cuda":
@@ -117,9 +115,7 @@ def start(folder: Path, program: Callable[..., int], *arguments: Any, ranks: int
     return run_job(folder, ranks, program, *arguments, timeout=300, FAKE_CUDA_DEVICES="2")
 
 
-def train_on(
-    folder: Path, device: str, runs: dict[str, dict[str, Any]], ranks: int = 2, program: Callable[..., int] = train_runs
-) -> dict[str, Any]:
+def train_on(folder, device, runs, ranks=2, program=train_runs):
     """Return for each run its epoch's record and each rank's state."""
     folder.mkdir(exist_ok=True)
     ended = start(folder, program, folder, device, runs, ranks=ranks)
@@ -147,17 +143,17 @@ def assert_equal(here: Any, there: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def on_gpus(tmp_path_factory):
     return train_on(tmp_path_factory.mktemp("gpus"), "cuda", ON_GPUS)
 
 
-def test_two_ranks_over_nccl_equal_two_over_gloo(tmp_path: Path, on_gpus: dict[str, Any]) -> None:
+def test_two_ranks_over_nccl_equal_two_over_gloo(tmp_path, on_gpus):
     on_cpu = train_on(tmp_path, "cpu", RUNS)
     for name in RUNS:
         assert_equal(on_gpus[name], on_cpu[name])
 
 
-def test_batch_norm_over_two_ranks_equals_one_rank_with_the_whole_batch(tmp_path: Path) -> None:
+def test_batch_norm_over_two_ranks_equals_one_rank_with_the_whole_batch(tmp_path):
     """For one step, since sums in another order round differently, which grows; a graph equals eager steps."""
     one_step = {"limit_train_batches": 1}
     sync = {"enable_sync_bn": True, "limit_valid_batches": TINY["limit_valid_batches"] // 2}  # of each rank
@@ -167,7 +163,7 @@ def test_batch_norm_over_two_ranks_equals_one_rank_with_the_whole_batch(tmp_path
     assert_equal(two["graphs"], two["eager"])
 
 
-def test_one_process_for_two_gpus_equals_one_gpu_with_half_the_batch_at_a_time(tmp_path: Path) -> None:
+def test_one_process_for_two_gpus_equals_one_gpu_with_half_the_batch_at_a_time(tmp_path):
     """Both normalise each half of a batch by its own statistics."""
     few: dict[str, Any] = {"limit_train_batches": 5}
     precisions: dict[str, dict[str, Any]] = {
@@ -185,7 +181,7 @@ def test_one_process_for_two_gpus_equals_one_gpu_with_half_the_batch_at_a_time(t
         assert_equal(found[f"{name}-both"], found[f"{name}-halves"])
 
 
-def test_two_ranks_stop_and_resume_in_mid_epoch(tmp_path: Path, on_gpus: dict[str, Any]) -> None:
+def test_two_ranks_stop_and_resume_in_mid_epoch(tmp_path, on_gpus):
     """After a signal to one of them, with a graph and prefetched batches."""
     name = "switches"
     runs = {name: ON_GPUS[name]}
@@ -194,7 +190,7 @@ def test_two_ranks_stop_and_resume_in_mid_epoch(tmp_path: Path, on_gpus: dict[st
     assert_equal(train_on(tmp_path, "cuda", runs)[name], on_gpus[name])
 
 
-def test_a_rank_that_waits_in_a_replay_ends_when_another_is_killed(tmp_path: Path) -> None:
+def test_a_rank_that_waits_in_a_replay_ends_when_another_is_killed(tmp_path):
     first, second = start(tmp_path, lose_a_rank, tmp_path)
     assert (first.status, second.status) == (1, -signal.SIGKILL)
     lines = complaints([first])

@@ -29,7 +29,7 @@ def tracked(*patterns: str) -> set[Path]:
     return {Path(name) for name in listed if (ROOT / name).exists()}
 
 
-def test_help_needs_no_torch_and_an_unknown_command_is_an_error() -> None:
+def test_help_needs_no_torch_and_an_unknown_command_is_an_error():
     command = [sys.executable, "-X", "importtime", str(ROOT)]
     answer = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=True)
     assert all(f"  {name} " in answer.stdout for name in commands())
@@ -42,7 +42,7 @@ def test_help_needs_no_torch_and_an_unknown_command_is_an_error() -> None:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(tmp_path_factory):
     """A virtual environment with this one's libraries and the installed project, whose source is removed."""
     pytest.importorskip("setuptools", reason="setuptools, which builds the package, is not installed")
     folder = tmp_path_factory.mktemp("installed")
@@ -67,7 +67,7 @@ def packages(environment: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_everything_is_installed_in_one_package(environment: Path) -> None:
+def test_everything_is_installed_in_one_package(environment):
     inside = packages(environment)
     assert {path.name.partition("-")[0] for path in inside.iterdir()} == {"libraries.pth", "resnet50_at_scale"}
     files = {path.relative_to(inside / "resnet50_at_scale") for path in (inside / "resnet50_at_scale").rglob("*")}
@@ -76,7 +76,7 @@ def test_everything_is_installed_in_one_package(environment: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_documented_experiment_runs_as_it_stands(environment: Path, tmp_path: Path) -> None:
+def test_the_documented_experiment_runs_as_it_stands(environment, tmp_path):
     page = (ROOT / "docs/own_code.md").read_text()
     parts = dict(re.findall(r"<!-- experiment: (\S+) -->\n```\w+\n(.*?)```", page, re.DOTALL))
     script = f"PATH={shlex.quote(str(environment / 'bin'))}:$PATH\n{parts.pop('commands')}"
@@ -90,7 +90,7 @@ def test_the_documented_experiment_runs_as_it_stands(environment: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_installed_it_runs_from_another_folder(environment: Path, tmp_path: Path) -> None:
+def test_installed_it_runs_from_another_folder(environment, tmp_path):
     """One process, two ranks with loader workers, tools that start train.py, blocks next to the code, and modules in
     the user's folder that have names of this program's modules."""
     python, folder = environment / "bin/python", tmp_path / "elsewhere"

@@ -74,12 +74,12 @@ def imports(source: str, modules: set[str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_go_one_way(module: str) -> None:
+def test_imports_go_one_way(module):
     found = set(imports(MODULES[module].read_text(encoding="utf-8"), set(MODULES)))
     assert sorted(name for name in found if not allowed(module, name)) == []
 
 
-def test_the_documented_imports_equal_the_codes() -> None:
+def test_the_documented_imports_equal_the_codes():
     """Each import in the table exists, each package is in it, and there are no cycles between packages."""
     found: dict[str, set[str]] = {}
     for module, path in MODULES.items():
@@ -96,13 +96,13 @@ def test_the_documented_imports_equal_the_codes() -> None:
 @pytest.mark.parametrize(
     "name", ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 )
-def test_files_named_in_documents_exist(name: str) -> None:
+def test_files_named_in_documents_exist(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     named = re.findall(r"(?<![\w/.])((?:utils|models|tools|tests|config|docs)/[\w/]+\.(?:py|yaml|md|json))", text)
     assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
-def test_modules_have_no_import_cycle() -> None:
+def test_modules_have_no_import_cycle():
     graph = {name: set(imports(path.read_text(encoding="utf-8"), set(MODULES))) for name, path in MODULES.items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which shows the cycle
 
@@ -110,23 +110,17 @@ def test_modules_have_no_import_cycle() -> None:
 @pytest.mark.parametrize(
     ("importer", "source", "expected"),
     [
-        ("tools.report", "import train", False),
-        ("utils.training.step", "from models import build_model", False),
         ("utils.training.step", "def f():\n    from tools.bench import common", False),
-        ("models.resnet", "from utils.training.optimizers.build import Schedule", False),
         ("utils.training.step", "if TYPE_CHECKING:\n    from train import Trainer", True),
         ("utils.training.step", "if TYPE_CHECKING:\n    pass\nelse:\n    from train import Trainer", False),
-        ("train", "import tools.bench.common", False),
-        ("api", "from train import Trainer", True),
-        ("tools.report", "from api import load", False),
         ("train", "import torch, utils.config.command_line", True),
     ],
 )
-def test_the_check_of_imports_finds_wrong_ones(importer: str, source: str, expected: bool) -> None:
+def test_the_check_of_imports_finds_wrong_ones(importer, source, expected):
     assert all(allowed(importer, name) for name in imports(source, set(MODULES))) == expected
 
 
-def test_imports_have_no_side_effects(tmp_path: Path) -> None:
+def test_imports_have_no_side_effects(tmp_path):
     """Importing all modules in one process prints nothing, writes no file, starts no CUDA, sets no signal handler and
     changes no random state or torch setting."""
     program = f"""
@@ -157,7 +151,7 @@ assert algorithms == torch.are_deterministic_algorithms_enabled()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_imported_package_is_a_dependency_or_optional() -> None:
+def test_every_imported_package_is_a_dependency_or_optional():
     listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text("utf-8"), re.M | re.S)
     assert listed is not None
     indirect = {"PIL", "jinja2", "packaging", "pydantic_core", "sqlalchemy", "typing_extensions"}
@@ -170,34 +164,13 @@ def test_every_imported_package_is_a_dependency_or_optional() -> None:
     assert packages <= installed | OPTIONAL
 
 
-# Top-level folders of one person's machine, not folders of the same name below another one.
-MACHINE_PATH = re.compile(r"(?<![\w.~$}-])/(work|root|tmp/venv|tmp/cifar)(?![\w-])")
-
-
-def test_no_tracked_file_names_a_path_of_one_machine() -> None:
+def test_no_tracked_file_names_a_path_of_one_machine():
+    """Top-level folders of one person's machine, not folders of the same name below another one."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout, so the tracked files are unknown")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    found = []
-    for name in filter(None, listed.stdout.split("\0")):
-        path = ROOT / name
-        try:
-            text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        except UnicodeDecodeError:
-            continue  # a binary file
-        found += [
-            f"{name}:{number}: {line.strip()[:100]}"
-            for number, line in enumerate(text.splitlines(), start=1)
-            if MACHINE_PATH.search(line)
-        ]
-    assert found == []
-
-
-def test_the_check_of_paths_finds_them() -> None:
-    folder = "/" + "work"
-    assert MACHINE_PATH.search(f"cd {folder}/main")
-    assert MACHINE_PATH.search(f"'{folder}'")
-    assert not MACHINE_PATH.search(f"data{folder}/main {folder}shop $HOME{folder}")
+    pattern = r"(?<![\w.~$}-])/(work|root|tmp/venv|tmp/cifar)(?![\w-])"
+    found = subprocess.run(["git", "grep", "-InP", pattern], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (1, "")  # 1: nothing found
 
 
 def commands() -> dict[str, tuple[str, str]]:
@@ -209,20 +182,20 @@ def commands() -> dict[str, tuple[str, str]]:
     return ast.literal_eval(table)
 
 
-def test_every_name_in_tools_is_a_command() -> None:
+def test_every_name_in_tools_is_a_command():
     """Except tools/shared/, which holds code that several tools use."""
     names = {path.stem for path in (ROOT / "tools").iterdir()} - {"__init__", "__pycache__", "shared"}
     assert {module for module, _ in commands().values()} == {"train"} | {f"tools.{name}" for name in names}
 
 
-def test_a_package_has_at_most_twelve_entries() -> None:
+def test_a_package_has_at_most_twelve_entries():
     """So that newcomers find things with `ls`. In tools/ and tools/bench/ each entry is a command."""
     packages = {path.parent for path in FILES if path.name == "__init__.py"} - {ROOT / "tools", ROOT / "tools/bench"}
     entries = {package: {path.stem for path in package.iterdir()} - {"__init__", "__pycache__"} for package in packages}
     assert {str(package.relative_to(ROOT)): len(names) for package, names in entries.items() if len(names) > 12} == {}
 
 
-def test_every_package_is_installed() -> None:
+def test_every_package_is_installed():
     listed = set(
         re.findall(r'^    "(resnet50_at_scale[\w.]*)",$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
     )

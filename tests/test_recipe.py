@@ -12,11 +12,10 @@ from tests.conftest import read_records
 from tests.test_train import run
 from train import Trainer
 from utils.config import Config
-from utils.errors import ConfigError
 from utils.run.checkpoint.io import read_checkpoint
 from utils.run.checkpoint.state import Progress
 from utils.timing.clock import Clock
-from utils.training.batches import resize, training_size
+from utils.training.batches import resize
 from utils.training.classifier import build_classifier
 from utils.training.ema import Ema
 from utils.training.metrics.throughput import Throughput
@@ -155,13 +154,6 @@ def test_average_follows_a_buffer_that_is_assigned_anew():
     assert ema.network.running_mean.item() == pytest.approx(2.0)
 
 
-def test_a_network_that_cannot_be_copied_has_no_average():
-    model = nn.Linear(1, 1)
-    model.scaled = model.weight * 2
-    with pytest.raises(ConfigError, match=r"ema_decay 0.9: the network cannot be copied: .*; use null"):
-        Ema(model, 0.9)
-
-
 def test_average_is_saved_and_resumed_in_mid_epoch(tiny, one_rank, tmp_path):
     config = tiny(ema_decay=0.9, max_epochs=2, checkpoint_every_steps=3, keep_checkpoints=9)
     whole = run(config, one_rank, tmp_path / "whole")
@@ -212,12 +204,6 @@ def test_validation_averages_mirrored_and_shifted_images(tiny, one_rank, views):
 # ---- image size by epoch
 
 
-def test_image_sizes_follow_the_fractions_of_the_epochs(tiny):
-    config = tiny(max_epochs=10, progressive_image_sizes=((16, 0.3), (24, 0.55)))
-    assert [training_size(config, epoch) for epoch in range(10)] == [16] * 3 + [24] * 3 + [None] * 4
-    assert training_size(tiny(), 0) is None
-
-
 def test_resizing_antialiases_and_keeps_the_memory_format():
     images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
     small = resize(images, 16)
@@ -232,13 +218,13 @@ def test_resizing_antialiases_and_keeps_the_memory_format():
 
 
 def test_network_trains_on_small_images_and_validates_at_full_size(tiny, one_rank, tmp_path):
-    config = tiny(progressive_image_sizes=((16, 0.5),), limit_train_batches=2)
+    config = tiny(progressive_image_sizes=((16, 0.25), (24, 0.5)), limit_train_batches=2, max_epochs=4)
     trainer, sizes = Trainer(config, one_rank, tmp_path), []
     trainer.learner.model.conv1.register_forward_hook(
         lambda module, inputs, _: sizes.append((module.training, inputs[0].shape[-1]))
     )
     trainer.train()
-    assert sizes == [(True, 16)] * 2 + [(False, 32)] * 2 + [(True, 32)] * 2 + [(False, 32)] * 2
+    assert sizes == [pair for size in (16, 24, 32, 32) for pair in [(True, size)] * 2 + [(False, 32)] * 2]
 
 
 # ---- validation of some epochs only
@@ -274,20 +260,13 @@ def test_a_run_resumes_after_an_epoch_that_was_not_validated(tiny, one_rank, tmp
 
 
 def test_a_run_ends_at_its_target_and_stays_finished(tiny, one_rank, tmp_path):
-    first = run(tiny(max_epochs=4, stop_at_accuracy=0.01), one_rank, tmp_path)
-    assert len(epochs(tmp_path)) == 1
-    assert first.progress.best["acc1"] >= 0.01
-    run(tiny(max_epochs=4, stop_at_accuracy=0.01), one_rank, tmp_path)
-    assert len(epochs(tmp_path)) == 1
-    assert "Already finished" in (tmp_path / "train.log").read_text()
-    run(tiny(max_epochs=4, stop_at_accuracy=0.999), one_rank, tmp_path, resume=str(tmp_path))
-    assert len(epochs(tmp_path)) == 4
-
-
-def test_an_accuracy_equal_to_the_target_ends_the_run(tiny, one_rank, tmp_path):
     accuracy = run(tiny(max_epochs=1), one_rank, tmp_path / "one").progress.best["acc1"]
-    run(tiny(max_epochs=3, stop_at_accuracy=accuracy), one_rank, tmp_path / "three")
-    assert len(epochs(tmp_path / "three")) == 1
+    for _ in range(2):
+        run(tiny(max_epochs=3, stop_at_accuracy=accuracy), one_rank, tmp_path / "three")  # equal is enough
+        assert len(epochs(tmp_path / "three")) == 1
+    assert "Already finished" in (tmp_path / "three/train.log").read_text()
+    run(tiny(max_epochs=3, stop_at_accuracy=0.999), one_rank, tmp_path / "three", resume=str(tmp_path / "three"))
+    assert len(epochs(tmp_path / "three")) == 3
 
 
 def test_of_equal_accuracies_the_first_is_the_best():
@@ -315,13 +294,7 @@ def test_of_equal_accuracies_the_first_is_the_best():
         ({"progressive_image_sizes": ((16, 0.5), (24, 0.2))}, "pairs with rising fractions"),
         ({"optimizer": "adamw", "enable_cuda_graphs": "auto"}, "without it PyTorch's adamw reads the learning rate"),
         ({"model": "alexnet"}, "stem 7x7 is not for model alexnet; expected imagenet"),
-        ({"model": "resnet8", "stem": "imagenet"}, "is not for model resnet8; expected 7x7"),
-        ({"model": "resnet18", "width": 2}, "width 2 is for resnet8"),
-        ({"model": "resnet9", "zero_init_residual": True}, "zero_init_residual is for resnet18"),
-        ({"model": "resnet20", "stem": "3x3"}, "stem 3x3 is not for model resnet20; expected 7x7"),
         ({"model": "of_mine:network", "width": 2}, "width 2 is for"),
-        ({"model": "of_mine:network", "stem": "3x3"}, "stem 3x3 is not for model"),
-        ({"model": "timm:resnet18", "width": 2}, "width 2 is for"),
         ({"dataset": "cifar10", "data_loader": "synthetic", "holdout_images": 10}, "synthetic reads no images"),
         ({"dataset": "cifar10", "image_size": 64}, "the images of cifar10 have 32 pixels, so use null"),
         ({"ema_decay": 0.9, "opt_level": "O2"}, "ema_decay 0.9 needs float32 weights"),

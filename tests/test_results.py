@@ -73,28 +73,16 @@ def check(what: str, device: str, result: str, rows: dict[str, list[dict[str, st
 
 
 @pytest.mark.parametrize(("what", "device", "result"), measured_table(README))
-def test_measured_table_of_the_readme_equals_its_rows(what: str, device: str, result: str) -> None:
+def test_measured_table_of_the_readme_equals_its_rows(what, device, result):
     check(what, device, result, read_rows())
 
 
-def test_measured_table_has_accuracies_and_ratios() -> None:
+def test_measured_table_has_accuracies_and_ratios():
     claims = [what for what, _, _ in measured_table(README)]
     assert len(claims) >= 5 and set(RATIOS) <= set(claims)
 
 
-@pytest.mark.parametrize(("column", "value"), [("accuracy_all_views", "73.00"), ("seconds", "100"), ("seed", "1")])
-def test_a_changed_row_or_figure_is_found(column: str, value: str) -> None:
-    what, device, result = next(row for row in measured_table(README) if row[0].startswith("cifar100-cpu,"))
-    changed = read_rows()
-    changed["cifar100-cpu"][0][column] = value
-    with pytest.raises(AssertionError):
-        check(what, device, result, changed)
-    for number in re.findall(r"[\d.]+", result.partition("]")[0]):
-        with pytest.raises(AssertionError):
-            check(what, device, result.replace(number, f"1{number}", 1), read_rows())
-
-
-def test_rows_equal_their_logs() -> None:
+def test_rows_equal_their_logs():
     for row in (row for rows in read_rows().values() for row in rows):
         log = ROOT / row["log"]
         assert re.fullmatch(r"[0-9a-f]{64}", row["log_sha256"])
@@ -115,12 +103,12 @@ def test_rows_equal_their_logs() -> None:
         assert (accuracy, row["seconds"]) == (f"{100 * end['last_acc1']:.2f}", seconds), row["log"]
 
 
-def test_every_kept_log_of_a_training_has_a_row() -> None:
+def test_every_kept_log_of_a_training_has_a_row():
     named = {ROOT / row["log"] for rows in read_rows().values() for row in rows}
     assert {*(ROOT / "results").glob("*/seed-*/train.log")} <= named
 
 
-def test_every_picture_has_a_function_that_draws_it(tmp_path: Path) -> None:
+def test_every_picture_has_a_function_that_draws_it(tmp_path):
     pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[plot]"')
     figures = ROOT / "docs/figures"
     measured = runpy.run_path(str(figures / "measured.py"))

@@ -4,10 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.logging.logger import RunLogger
-from utils.training.kernels.compilers import compiles, has_compiler, wants_graphs
+from utils.training.kernels.compilers import compiles, has_compiler, missing_compiler, wants_graphs
 from utils.training.kernels.conv import weight_gradient as conv_products
 from utils.training.kernels.conv.weight_gradient import ProductConv2d
 from utils.training.kernels.conv.winograd import WinogradConv2d
@@ -32,7 +29,6 @@ from utils.training.kernels.norm_relu.module import NormReLU
 from utils.training.kernels.stem import ChannelPaddedConv2d
 from utils.training.metrics.flops import flops_per_image
 from utils.training.optimizers.build import build_optimizer, learning_rate, set_learning_rate
-from utils.training.step import choose_step
 
 # every speed switch that a CPU can use, one at a time; the last entry combines some
 SWITCHES = {
@@ -70,14 +66,14 @@ def _epoch(trainer, epoch):
 
 
 @pytest.fixture(autouse=True)
-def kernels_in_small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels_in_small_networks(monkeypatch):
     for name in (torch.float32, torch.bfloat16):
         monkeypatch.setitem(conv_products.MIN_CHANNEL_PAIRS, name, 200)
     monkeypatch.setattr("utils.training.kernels.conv.winograd.MIN_CHANNEL_PAIRS", 200)
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, Tensor]:
+def references():
     return {}
 
 
@@ -150,65 +146,19 @@ def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, on
     torch.testing.assert_close(trainings[0].sums.sums, trainings[1].sums.sums, rtol=1e-5, atol=0)
 
 
-def test_the_first_pass_of_each_shape_counts_as_compilation_with_its_backward(tiny, one_rank, monkeypatch):
-    """Inductor compiles the backward pass when it first runs."""
-    events: list[str] = []
-    backward = Tensor.backward
-
-    @contextmanager
-    def timer() -> Iterator[None]:
-        events.append("begin")
-        yield
-        events.append("end")
-
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(Tensor, "backward", lambda loss: (events.append("backward"), backward(loss)))
-    learner = build_measured(tiny(enable_compile=True), one_rank)
-    learner.step.compile_timer = timer
-    for side in (32, 32, 16):
-        learner.train_step(torch.zeros(8, 3, side, side), torch.zeros(8, dtype=torch.int64))
-    timed = ["begin", "backward", "end"]
-    assert events == [*timed, "backward", *timed]
-
-
 def test_compile_without_a_compiler_is_refused(tiny, one_rank, monkeypatch):
+    """auto compiles for CUDA where a compiler is found; a CPU gains nothing."""
+    auto, cuda = tiny(enable_compile="auto"), torch.device("cuda", 0)
+    assert compiles(auto, cuda) is (not missing_compiler(cuda)) and not compiles(auto, one_rank.device)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"enable_compile needs a C\+\+ compiler, but no-such-compiler is not found"):
         Trainer(tiny(enable_compile=True), one_rank)
-    assert not any("compiled" in note for note in Trainer(tiny(enable_compile="auto"), one_rank).notes)
-    monkeypatch.delenv("CXX")
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert not compiles(auto, cuda)
     monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
     assert any("compiled: the first step" in note for note in Trainer(tiny(enable_compile=True), one_rank).notes)
 
 
-def test_compiling_needs_pythons_headers_and_for_cuda_a_c_compiler(tiny, monkeypatch, tmp_path):
-    """Each error names the next missing part; auto compiles for CUDA if nothing is missing."""
-    cpu, cuda, found = torch.device("cpu"), torch.device("cuda", 0), ["g++"]
-    for name in ("CC", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("shutil.which", lambda name: name if name in found else None)
-    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: str(tmp_path))
-
-    def auto(device: torch.device) -> bool:
-        return compiles(tiny(enable_compile="auto"), device)
-
-    def refused() -> str:
-        with pytest.raises(ConfigError) as error:
-            choose_step(tiny(enable_compile=True), None, cuda)
-        assert not auto(cuda)
-        return str(error.value)
-
-    assert f"enable_compile needs Python's headers, but {tmp_path}/Python.h is not found" in refused()
-    (tmp_path / "Python.h").touch()
-    assert "enable_compile needs a C compiler too, but gcc or clang is not found" in refused()
-    found.append("clang")
-    assert auto(cuda) and not auto(cpu)  # a CPU gains nothing
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert "a C compiler too, but no-such-compiler is not found" in refused()
-
-
-def test_a_file_without_micro_batch_size_gets_a_note(tiny: Callable[..., Config], one_rank: World) -> None:
+def test_a_file_without_micro_batch_size_gets_a_note(tiny, one_rank):
     """The tutorial's file has none, so that one device computes the images of 16 GPUs at once."""
     for key, noted in (({}, [300]), ({"micro_batch_size": None}, []), ({"micro_batch_size": 100}, [])):
         values = tiny(batch_size=300).model_dump()
@@ -259,10 +209,10 @@ def test_learning_rate_as_number_and_as_tensor(tiny, graphed, monkeypatch):
 class HostReads(TorchDispatchMode):
     """Counts the operations in which the host reads a tensor's value, for which it would wait for a GPU."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         super().__init__()
         self.count = 0
-        self.separate: Counter[str] = Counter()
+        self.separate = Counter()
         for name in ("cpu", "tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
             monkeypatch.setattr(Tensor, name, self._counted(getattr(Tensor, name)))
 
@@ -273,10 +223,10 @@ class HostReads(TorchDispatchMode):
 
         return call
 
-    def counted_separately(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def counted_separately(self, method, name):
         """Wrap `method` so that its reads are counted under `name`."""
 
-        def call(*args: Any) -> Any:
+        def call(*args):
             before = self.count
             result = method(*args)
             self.separate[name] += self.count - before
@@ -304,18 +254,15 @@ def count_reads(config: Config, one_rank: World, monkeypatch: pytest.MonkeyPatch
     return reads.count, reads.separate["log points"]
 
 
-@pytest.mark.parametrize("name", ["recipe", *(name for name in SWITCHES if name not in ("compile", "all"))])
+@pytest.mark.parametrize(
+    "name", ["recipe", "unfused scale", *(name for name in SWITCHES if name not in ("compile", "all"))]
+)
 def test_the_host_reads_values_only_at_log_points(tiny, one_rank, monkeypatch, tmp_path, name):
-    config = tiny(log_freq=1000, **(SWITCHES | {"recipe": RECIPE})[name])
+    """The one exception: without a fused optimizer, PyTorch's scaler reads whether to skip the step."""
+    others = {"recipe": RECIPE, "unfused scale": {"enable_amp": True, "loss_scale": 128}}
+    config = tiny(log_freq=1000, **(SWITCHES | others)[name])
     outside, in_log_points = count_reads(config, one_rank, monkeypatch, tmp_path)
-    assert outside == 0
-    assert in_log_points > 0
-
-
-def test_loss_scaling_without_a_fused_optimizer_reads_values(tiny, one_rank, monkeypatch, tmp_path):
-    """The one exception: PyTorch's scaler reads whether to skip the step."""
-    config = tiny(enable_amp=True, loss_scale=128, log_freq=1000)
-    assert count_reads(config, one_rank, monkeypatch, tmp_path)[0] > 0
+    assert (outside > 0) is (name == "unfused scale") and in_log_points > 0
 
 
 def test_gradients_are_averaged_once_per_step(tiny, one_rank):

@@ -16,15 +16,17 @@ import torch
 
 import train as train_module
 from tests.conftest import ROOT, TINY_OPTIONS, read_records, tiny_config
-from tests.processes import complaints, run_job, run_on_a_terminal, without_launcher
+from tests.processes import complaints, run_job
 from train import Trainer
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ExpectedError
 from utils.files import write_atomically
-from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint, save_checkpoint
+from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint
 from utils.run.folder import open_run
 from utils.run.logging.logger import RunLogger
 from utils.timing.clock import Clock
+from utils.training.checks.dry_run import activation_bytes_per_image
+from utils.training.metrics.throughput import Throughput
 
 
 def run(config, world, folder, resume="auto"):
@@ -33,34 +35,31 @@ def run(config, world, folder, resume="auto"):
     return trainer
 
 
-def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, tmp_path):
-    reference = run(tiny(limit_train_batches=20, max_epochs=1, lr=0.02), one_rank, tmp_path / "off")
-    off = read_records(tmp_path / "off", "step")
-    for switch in ("enable_nhwc", "enable_extra_opts", "enable_amp"):
-        switched = run(
-            tiny(limit_train_batches=20, max_epochs=1, lr=0.02, **{switch: True}), one_rank, tmp_path / switch
-        )
-        tolerance = 0.02 if switch == "enable_amp" else 3e-3  # roundings differ and grow with the steps
-        on = read_records(tmp_path / switch, "step")
-        assert [row["loss"] for row in on] == pytest.approx([row["loss"] for row in off], rel=tolerance), switch
-        assert reference.learner.steps == switched.learner.steps
-
-
-def test_nhwc_reaches_model_and_images(tiny, one_rank):
-    trainer = Trainer(tiny(enable_nhwc=True), one_rank)
-    images, _ = next(iter(trainer.loaders.train))
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    assert trainer.learner.model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_amp_runs_training_and_validation_in_bf16_on_a_cpu(tiny, one_rank, tmp_path):
-    trainer = Trainer(tiny(enable_amp=True, amp_dtype="bf16"), one_rank, tmp_path / "run", "tiny", "auto")
-    dtypes = set()
-    trainer.learner.model.fc.register_forward_hook(
-        lambda module, _inputs, output: dtypes.add((module.training, output.dtype))
+def watch(model):
+    """Return a set that will hold the memory formats of images and the types of outputs, in training and validation."""
+    seen = set()
+    model.conv1.register_forward_pre_hook(
+        lambda _, images: seen.add(images[0].is_contiguous(memory_format=torch.channels_last))
     )
-    trainer.train()
-    assert dtypes == {(True, torch.bfloat16), (False, torch.bfloat16)}
+    model.fc.register_forward_hook(lambda module, _, output: seen.add((module.training, output.dtype)))
+    return seen
+
+
+def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, tmp_path):
+    """channels_last reaches model and images, AMP training and validation."""
+    losses = {}
+    for switch in ("", "enable_nhwc", "enable_extra_opts", "enable_amp"):
+        changes = {switch: True, "amp_dtype": "bf16"} if switch else {}
+        config = tiny(limit_train_batches=20, max_epochs=1, lr=0.02, **changes)
+        trainer = Trainer(config, one_rank, tmp_path / switch / "run", "tiny", "never")
+        seen, kernel = watch(trainer.learner.model), trainer.learner.model.layer1[0].conv1.weight
+        trainer.train()
+        dtype, nhwc = torch.bfloat16 if switch == "enable_amp" else torch.float32, switch == "enable_nhwc"
+        assert seen == {nhwc, (True, dtype), (False, dtype)}
+        assert kernel.is_contiguous(memory_format=torch.channels_last) is nhwc
+        losses[switch] = [row["loss"] for row in read_records(tmp_path / switch / "run", "step")]
+        tolerance = 0.02 if switch == "enable_amp" else 3e-3  # roundings differ and grow with the steps
+        assert losses[switch] == pytest.approx(losses[""], rel=tolerance), switch
 
 
 def test_extra_opts_switch_their_members_which_also_work_separately(tiny, one_rank):
@@ -75,32 +74,25 @@ def test_extra_opts_switch_their_members_which_also_work_separately(tiny, one_ra
 
 def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, one_rank, tmp_path):
     """With a learning rate near 0, the epoch's means must equal those of a separate pass over its batches."""
-    changes = {"momentum": 0.0, "max_epochs": 1, "limit_train_batches": 5, "label_smoothing": 0.3}
-    config = tiny(lr=1e-12, **changes)
+    config = tiny(lr=1e-12, momentum=0.0, max_epochs=1, limit_train_batches=5, label_smoothing=0.3)
     run(config, one_rank, tmp_path)
-    trainer = Trainer(config, one_rank)
+    learner, loaders = (trainer := Trainer(config, one_rank)).learner, trainer.loaders
     (row,) = read_records(tmp_path, "epoch")
-    for part, loader, smoothing in (
-        ("train", trainer.loaders.train, 0.3),
-        ("valid", trainer.loaders.valid, 0.0),
-    ):
-        trainer.learner.model.train(part == "train")
+    for part, loader, smoothing in (("train", loaders.train, 0.3), ("valid", loaders.valid, 0.0)):
+        learner.model.train(part == "train")
+        loss = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
         with torch.no_grad():
-            losses = [
-                torch.nn.functional.cross_entropy(
-                    trainer.learner.model(images), labels, label_smoothing=smoothing
-                ).item()
-                for images, labels in loader
-            ]
+            losses = [loss(learner.model(images), labels).item() for images, labels in loader]
         assert row[f"loss/{part}"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
-def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, one_rank, tmp_path, monkeypatch):
+def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, one_rank, tmp_path, monkeypatch, capsys):
     """Unlisted variables may hold secrets."""
     recorded, secret = "TELLTALE-RECORDED", "TELLTALE-SECRET"
     for name, value in {"NCCL_DEBUG": recorded, "AWS_SECRET_ACCESS_KEY": secret, "SLURM_SECRET": secret}.items():
         monkeypatch.setenv(name, value)
-    run(tiny(log_to_tensorboard=True), one_rank, tmp_path)
+    run(tiny(log_to_tensorboard=True, log_to_screen=False), one_rank, tmp_path)
+    assert capsys.readouterr().out == ""
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert [path for path, content in contents.items() if secret.encode() in content] == []
     assert recorded.encode() in contents[tmp_path / "environment.json"]  # so this search finds values
@@ -118,12 +110,15 @@ def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, o
 
 
 def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, one_rank, tmp_path):
-    first = run(tiny(), one_rank, tmp_path)
+    first = run(tiny(log_freq=4), one_rank, tmp_path)
+    assert [images for images, _ in first.throughput.windows] == [32, 96, 32, 96]  # the whole epoch
     before = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "environment.json", "metrics.jsonl")}
     second = run(tiny(lr=0.5, log_freq=1), one_rank, tmp_path, resume=str(tmp_path))
     assert second.progress.best == first.progress.best
     assert "Already finished: best acc1" in (tmp_path / "train.log").read_text()
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
+    (tmp_path / "checkpoints/best.pt").unlink()
+    assert "the best weights are lost" in run(tiny(), one_rank, tmp_path).progress.summarise(True)
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -179,25 +174,35 @@ def test_resume_path_copies_the_checkpoints_into_the_run(tiny, one_rank, tmp_pat
 def test_going_back_renames_the_best_checkpoint_of_later_epochs(tiny, one_rank, tmp_path):
     run(tiny(max_epochs=3, keep_checkpoints=9), one_rank, tmp_path)
     folder = tmp_path / "checkpoints"
-    for epoch in (2, 3):  # as if the accuracy had risen in each
-        state = read_checkpoint(folder / f"step-{4 * epoch:09d}.pt")
-        state["best"] = {"acc1": 0.5 + 0.1 * epoch, "epoch": epoch}
-        save_checkpoint(folder, state, 9, is_best=False)
-        write_atomically(folder / "best.pt", encode(state))
-    for number in (1, 2):
-        trainer = Trainer(tiny(max_epochs=3), one_rank)
-        opened = open_run(
-            tmp_path,
-            str(folder / "step-000000004.pt"),
-            trainer.config,
-            trainer.learner,
-            trainer.data,
-        )
-        opened.lock.close()
-        assert opened.state["best"]["epoch"] == 0  # the best weights of the first epoch are gone
-        assert read_checkpoint(folder / f"best.pt.{number}")["best"]["epoch"] == 3
-        assert not (folder / "best.pt").exists()
-        (folder / f"best.pt.{number}").with_name("best.pt").write_bytes(encode(state))
+    state = read_checkpoint(folder / "step-000000012.pt")
+    state["best"] = {"acc1": 0.9, "epoch": 3}  # as if the accuracy had risen
+    write_atomically(folder / "best.pt", encode(state))
+    later = (folder / "best.pt").read_bytes()
+    _open(tiny, one_rank, tmp_path, folder / "step-000000008.pt")
+    assert not (folder / "best.pt").exists() and (folder / "best.pt.1").read_bytes() == later
+    assert [path.name for path in list_checkpoints(folder)] == ["step-000000008.pt", "step-000000004.pt"]
+    (folder / "best.pt").write_bytes(later)
+    state = _open(tiny, one_rank, tmp_path, folder / "step-000000004.pt")
+    assert state["best"]["epoch"] == 0  # the best weights of the first epoch are gone
+    assert (folder / "best.pt.2").read_bytes() == later and not (folder / "best.pt").exists()
+
+
+def test_resuming_from_the_best_keeps_older_checkpoints(tiny, one_rank, tmp_path):
+    run(tiny(max_epochs=3, keep_checkpoints=9), one_rank, tmp_path)
+    folder = tmp_path / "checkpoints"
+    write_atomically(folder / "best.pt", (folder / "step-000000008.pt").read_bytes())
+    (folder / "step-000000008.pt").unlink()
+    _open(tiny, one_rank, tmp_path, folder / "best.pt")
+    assert [path.name for path in list_checkpoints(folder)] == ["step-000000008.pt", "step-000000004.pt"]
+    assert (folder / "step-000000012.pt.1").exists()
+
+
+def _open(tiny, one_rank, run_dir, resume):
+    """Resume without training; return the checkpoint's state."""
+    trainer = Trainer(tiny(max_epochs=3), one_rank)
+    opened = open_run(run_dir, str(resume), trainer.config, trainer.learner, trainer.data)
+    opened.lock.close()
+    return opened.state
 
 
 def test_a_linked_run_folder_stays_a_link(tiny, one_rank, tmp_path):
@@ -207,27 +212,6 @@ def test_a_linked_run_folder_stays_a_link(tiny, one_rank, tmp_path):
         run(tiny(max_epochs=1), one_rank, tmp_path / "run", resume="never")
     assert (tmp_path / "run").is_symlink()
     assert (tmp_path / "disk/metrics.jsonl").exists() and (tmp_path / "disk.1/metrics.jsonl").exists()
-
-
-def test_ctrl_c_during_the_imports_ends_without_a_traceback(tmp_path):
-    program = "import signal, os\nos.kill(os.getpid(), signal.SIGINT)\n"
-    (tmp_path / "torchvision.py").write_text(program)  # imported by train.py
-    command = [sys.executable, "train.py", "--config=quickstart", f"--run-dir={tmp_path / 'run'}"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
-    assert (result.returncode, result.stderr) == (-2, "")
-
-
-def test_resuming_from_the_best_keeps_older_checkpoints(tiny, one_rank, tmp_path):
-    run(tiny(max_epochs=3, keep_checkpoints=9), one_rank, tmp_path)
-    folder = tmp_path / "checkpoints"
-    write_atomically(folder / "best.pt", (folder / "step-000000008.pt").read_bytes())
-    (folder / "step-000000008.pt").unlink()
-    trainer = Trainer(tiny(max_epochs=3), one_rank)
-    opened = open_run(tmp_path, str(folder / "best.pt"), trainer.config, trainer.learner, trainer.data)
-    opened.lock.close()
-    assert [path.name for path in list_checkpoints(folder)] == ["step-000000008.pt", "step-000000004.pt"]
-    assert (folder / "step-000000012.pt.1").exists()
 
 
 def test_other_data_or_other_epochs_are_refused(tiny, one_rank, tmp_path):
@@ -242,18 +226,6 @@ def test_other_data_or_other_epochs_are_refused(tiny, one_rank, tmp_path):
         trainer.train()
     unused = {"cifar100_mean": (0.5, 0.5, 0.5)}
     assert run(tiny(max_epochs=2, **unused), one_rank, tmp_path, resume=str(tmp_path)).progress.epoch == 2
-
-
-def test_a_finished_run_without_its_best_weights_says_so(tiny, one_rank, tmp_path):
-    run(tiny(max_epochs=1), one_rank, tmp_path)
-    (tmp_path / "checkpoints/best.pt").unlink()
-    progress = run(tiny(max_epochs=1), one_rank, tmp_path).progress
-    assert "the best weights are lost" in progress.summarise(True)
-
-
-def test_throughput_covers_the_whole_epoch_where_log_points_do_not(tiny, one_rank, tmp_path):
-    trainer = run(tiny(max_epochs=2, log_freq=4), one_rank, tmp_path)
-    assert [images for images, _ in trainer.throughput.windows] == [32, 96, 32, 96]
 
 
 @pytest.mark.parametrize("resume", ["never", "other"])
@@ -305,24 +277,17 @@ def test_non_finite_outputs_in_validation_only_end_the_run_without_a_best(tiny, 
     assert not (tmp_path / "checkpoints/best.pt").exists() and read_records(tmp_path, "epoch") == []
 
 
-def test_throughput_leaves_the_first_window_out():
-    from utils.training.metrics.throughput import Throughput
-
-    clock = Clock()
+def test_throughput_leaves_the_first_window_out_and_counts_all_ranks():
+    throughput = Throughput(2, clock := Clock())
     clock.switch("train")
-    throughput = Throughput(2, clock)
     throughput.windows = [(100, 50.0), (600, 2.0), (400, 2.0)]
-    assert throughput.overall() == 250.0
-    assert throughput.of_epoch() == 250.0  # the first epoch, without its first window
+    assert throughput.overall() == throughput.of_epoch() == 250.0
     throughput.start_epoch()
-    assert throughput.of_epoch() == 250.0  # no window yet: the run's
     throughput.windows += [(300, 1.0), (100, 1.0)]
     assert throughput.of_epoch() == 200.0
-    throughput.windows = [(100, 50.0)]
-    assert throughput.overall() == 2.0
     throughput.add(32)
     throughput.close_window()
-    assert throughput.windows[-1][0] == 64  # the images of both ranks
+    assert throughput.windows[-1][0] == 64
     resumed = Throughput(1, clock)
     resumed.earlier, resumed.windows = (1000, 10.0), [(500, 100.0)]
     assert resumed.of_epoch() == resumed.overall() == 100.0  # its only window is the start of the process
@@ -343,27 +308,12 @@ def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
 
 
 def test_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, one_rank):
-    from utils.training.checks.dry_run import activation_bytes_per_image
-
-    trainer = Trainer(tiny(), one_rank)
-    before = {name: value.clone() for name, value in trainer.learner.model.state_dict().items()}
-    per_image = activation_bytes_per_image(
-        trainer.learner.model, trainer.learner.criterion, trainer.learner.precision, (3, 32, 32)
-    )
+    learner = Trainer(tiny(), one_rank).learner
+    before = {name: value.clone() for name, value in learner.model.state_dict().items()}
+    per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, (3, 32, 32))
     first_stage = 16 * 32 * 32 * 4  # one feature map of the first stage, which keeps 7
     assert 7 * first_stage < per_image < 14 * first_stage
-    assert all(torch.equal(value, before[name]) for name, value in trainer.learner.model.state_dict().items())
-
-
-def test_memory_estimate_counts_half_weights_once_for_a_batch_of_any_size(tiny, one_rank):
-    from utils.training.checks.dry_run import activation_bytes_per_image
-
-    per_image = {}
-    for name, changes in {"float32": {}, "bf16": {"enable_amp": True, "amp_dtype": "bf16"}}.items():
-        trainer = Trainer(tiny(model="resnet18", **changes), one_rank)
-        arguments = trainer.learner.model, trainer.learner.criterion, trainer.learner.precision, (3, 32, 32)
-        per_image[name] = activation_bytes_per_image(*arguments)
-    assert 0.4 < per_image["bf16"] / per_image["float32"] < 0.6
+    assert all(torch.equal(value, before[name]) for name, value in learner.model.state_dict().items())
 
 
 def train_with_a_seed_of_its_own(folder):
@@ -378,34 +328,6 @@ def test_settings_that_differ_between_ranks_are_refused(tmp_path):
     (error,) = complaints(ended)
     assert "seed is 0 on rank 0, but 1 on rank 1; start every rank with the same settings" in error
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("block", ["bs128", "bs256-amp-nhwc-extra-opts-prof"])
-def test_blocks_on_real_data(block, cifar_path, tmp_path):
-    """Two epochs of one batch with ResNet50 on CIFAR-100. test_blocks.py trains all blocks on synthetic images."""
-    command = [
-        sys.executable, "train.py", f"--config={block}", f"--run-dir={tmp_path}", "--set", f"data_path={cifar_path}",
-        "--set", "max_epochs=2", "--set", "batch_size=128", "--set", f"lr_warmup_epochs={int('warmup' in block)}",
-        "--set", "limit_train_batches=1", "--set", "limit_valid_batches=1",
-    ]  # fmt: skip
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    rows = read_records(tmp_path, "epoch")
-    assert [row["epoch"] for row in rows] == [1, 2]
-    assert all(3.0 < row["loss/train"] < 10.0 for row in rows)
-
-
-def test_a_terminal_gets_a_progress_bar_and_a_line_an_epoch(tmp_path):
-    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={tmp_path / 'run'}", *TINY_OPTIONS]
-    status, shown = run_on_a_terminal(command, without_launcher(os.environ))
-    assert status == 0, shown
-    for description, total in (("epoch 1/2", 4), ("epoch 2/2", 4), ("validation", 2)):
-        assert re.search(rf"{description} \[[#.]+\] \d/{total}", shown), shown
-    assert len(re.findall(r"epoch   \d  train loss ", shown)) == 2
-    assert "Traceback" not in shown and "INFO" not in shown
-    assert "INFO - Epoch: 2, Iteration: 2" in (tmp_path / "run/train.log").read_text()
 
 
 @pytest.mark.slow
@@ -443,11 +365,6 @@ def test_a_run_that_saves_nothing_says_so_when_it_is_stopped(tiny, one_rank, tmp
     assert raised.value.exit_status == 1 and not list(tmp_path.rglob("*.pt"))
 
 
-def test_the_screen_can_be_silent(tiny, one_rank, tmp_path, capsys):
-    run(tiny(log_to_screen=False), one_rank, tmp_path)
-    assert capsys.readouterr().out == "" and "Finished" in (tmp_path / "train.log").read_text()
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), ExpectedError("no data")], ids=["bug", "expected"])
 def test_the_log_says_how_the_run_ended_with_a_traceback_of_a_bug(tmp_path, error):
     with pytest.raises(type(error)), RunLogger(tmp_path, enabled=True, to_screen=False, to_tensorboard=False) as log:
@@ -461,13 +378,3 @@ def test_the_log_says_how_the_run_ended_with_a_traceback_of_a_bug(tmp_path, erro
 def test_a_setting_for_measurements_only_is_warned_about(tiny, one_rank, monkeypatch):
     monkeypatch.setitem(train_module.WARNINGS, "ddp", "for measurements only")
     assert "for measurements only" in Trainer(tiny(parallel="ddp"), one_rank).notes
-
-
-def test_the_timeout_reaches_the_ranks_and_the_lock_of_the_folder(tiny, one_rank, tmp_path, monkeypatch):
-    config, given = tiny(rank_timeout_seconds=90), []
-    monkeypatch.setattr(train_module, "run_ranks", lambda _, *seconds, **__: given.append(seconds) or 0)
-    train_module.main(Arguments(config, "tiny", tmp_path, "auto", dry_run=False))
-    assert given == [("cpu", 90)]
-    monkeypatch.setattr(train_module, "open_run", lambda *arguments: given.append(arguments[-1]))
-    Trainer(config, one_rank, tmp_path)._open_folder()
-    assert given[1] == 0.9 * 90

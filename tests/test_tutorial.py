@@ -109,7 +109,7 @@ def test_smallest_variants_write_different_folders():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", SHOWS)
-def test_the_smallest_variant_runs_as_printed(chapter: int, tmp_path: Path):
+def test_the_smallest_variant_runs_as_printed(chapter, tmp_path):
     [block] = smallest_variants()[chapter]
     if "tools.report" in block:
         pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
