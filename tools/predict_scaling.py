@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from models import build_model
 from models.config import ModelConfig
-from tools.bench.reports import rates, read_report
+from tools.bench.reports import read_report, training_rates
 from tools.shared.command_line import above_zero, add_count, new_parser, read_counts
 from utils.config import Config
 from utils.errors import DataError, exit_in_a_line
@@ -140,15 +140,16 @@ def layer_costs(network: Config | str) -> list[tuple[int, float]]:
 def read_step(path: Path) -> tuple[Step, str]:
     """Return the fastest step on one GPU in a report of tools.bench, and a line that describes it."""
     report = read_report(path)
-    alone = {name: rate for name, rate in rates(report).items() if rate.ranks == 1 and rate.training}
-    if not alone:
+    rates = training_rates(report)
+    if not rates:
         raise DataError(f"{path}: a forecast needs images/s of training on one GPU; this report has none")
-    name, rate = max(alone.items(), key=lambda item: item[1].images_per_sec)
+    name = max(rates, key=lambda case: rates[case][0])
+    rate, settings = rates[name]
     needed = {*ModelConfig.model_fields, "dataset", "data_path", "image_size", "batch_size"}
-    config = Config(**{key: value for key, value in rate.config.items() if key in needed})
+    config = Config(**{key: value for key, value in settings.items() if key in needed})
     batch, device = config.batch_size, report.environment.get("device", "one device")
-    described = f"measured: {name}, {rate.images_per_sec:,.0f} images/s with batch {batch} on {device} ({path})"
-    return Step(batch / rate.images_per_sec, batch, make_buckets(layer_costs(config))), described
+    described = f"measured: {name}, {rate:,.0f} images/s with batch {batch} on {device} ({path})"
+    return Step(batch / rate, batch, make_buckets(layer_costs(config))), described
 
 
 def published_table(seen: bool) -> Iterator[str]:

@@ -3,8 +3,7 @@
 Each rung runs in its own process. Trials are interleaved, so that a busier machine affects all rungs alike. After a
 warm-up each trial times the step on one batch, the loader by itself, and both together.
 
-A rung is a block, or a block with settings, as in `fastest+enable_compile=false`. Such a rung is compared with its
-block, and a line says which of the two is faster on this machine.
+A rung is a block, or a block with settings, as in `fastest+enable_compile=false`.
 """
 
 import argparse
@@ -88,8 +87,9 @@ def run(options: argparse.Namespace) -> int:
                 images[name] = per_image(configs[name], world, limits)
             results[name] = evaluate(rows, images[name], limits)
         saved = {name: configs[name].model_dump(mode="json") for name in results}
-        report = {"limits": limits, "rungs": results, "configs": saved, "verdicts": compare_switches(results)}
-        common.write_report(options.json, "ladder", first, world, report)
+        common.write_report(
+            options.json, "ladder", first, world, {"limits": limits, "rungs": results, "configs": saved}
+        )
 
     builds = {name: partial(Rung, config, options.warmup, options.iters) for name, config in configs.items()}
     with common.in_processes(builds) as cases:
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         rates = {name: sample.median for name, sample in samples.items()}
         draw_bars(axes, rates, environment["device"], list(zip(*spread, strict=True)))
         save(figure, options.plot)
-    for line in (lines := [*compare_switches(results).values(), *compare_with_baseline(results, baseline)]):
+    for line in (lines := compare_with_baseline(results, baseline)):
         print(line)
     return int(any(line.endswith("REGRESSION") for line in lines))
 
@@ -184,24 +184,6 @@ def read_baseline(
         if changed:
             raise ConfigError(f"--baseline {path}: {name} differs in {', '.join(changed)}; measure it again")
     return found
-
-
-def compare_switches(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return {rung with settings: a line}. The rung or its block wins if all its trials are faster than the other's."""
-    verdicts = {}
-    for name, values in results.items():
-        block, *switches = name.split("+")
-        if switches and block in results:
-            ours, theirs = values["full"], results[block]["full"]
-            verdict = "no difference beyond the spread"
-            if len(ours.values) == 1:
-                verdict = "one trial does not decide"
-            elif min(ours.values) > max(theirs.values):
-                verdict = f"wins here, use {' '.join(f'--set {switch}' for switch in switches)}"
-            elif max(ours.values) < min(theirs.values):
-                verdict = f"loses here, leave {block} as it is"
-            verdicts[name] = f"{name}: {ours.median / theirs.median:.3f} x {block}: {verdict}"
-    return verdicts
 
 
 def compare_with_baseline(

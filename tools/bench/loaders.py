@@ -2,23 +2,19 @@
 
 import argparse
 import itertools
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from tools.bench import common
-from tools.bench.training import build_measured, capture_steps, images_per_sec
+from tools.bench.training import build_measured, capture_steps, endless, images_per_sec
 from tools.shared.command_line import add_count
-from utils.base_config import as_yaml
 from utils.config import Config, load_config
 from utils.data.build import Loader, build_loaders, open_dataset
 from utils.distributed.world import World
-from utils.errors import ConfigError
 from utils.run.logging.environment import dali_version, device_name
 from utils.training.batches import prefetch
 from utils.training.kernels.backends import prepare_backends
@@ -31,23 +27,16 @@ Step = Callable[[Tensor, Tensor], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_arguments(parser, config="bs256-amp-nhwc-extra-opts", trials=3)
     parser.add_argument("--loaders", default=BACKENDS, metavar="A,B", help=f"loaders (default: installed: {BACKENDS})")
-    parser.add_argument("--data_paths", metavar="A,B", help="measure each loader on each folder (default: data_path)")
-    parser.add_argument(
-        "--cold", action="store_true",
-        help="also measure with a cold page cache: drop it before each trial (needs root), then read again",
-    )  # fmt: skip
     add_count(parser, "--batches", 100, "batches of a trial without training")
     add_count(parser, "--steps", 20, "training steps of a trial; 0: no training", least=0)
 
 
 def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
-    configs: dict[str, Config] = {}
-    for path in options.data_paths.split(",") if options.data_paths else [None]:
-        for name in options.loaders.split(","):
-            place = [] if path is None else [f"data_path={as_yaml(path)}"]
-            settings = [*options.set, *place, f"data_loader={name}"]
-            configs[", ".join(filter(None, [name, path]))] = load_config(options.yaml_config, options.config, settings)
+    configs = {
+        name: load_config(options.yaml_config, options.config, [*options.set, f"data_loader={name}"])
+        for name in options.loaders.split(",")
+    }
 
     def measure(world: World) -> None:
         prepare_backends(config, world.device)
@@ -62,56 +51,28 @@ def run(options: argparse.Namespace) -> int:
     return common.on_all_ranks(config, measure)
 
 
-def drop_page_cache() -> None:
-    try:
-        os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-    except OSError as error:
-        raise ConfigError(f"--cold: the page cache cannot be dropped: {error.strerror}; run as root") from None
-
-
 class LoaderTrial:
-    """Measures one loader, built in the first trial. Each trial continues in the epochs where the last one stopped."""
+    """Measures one loader, built in the first trial."""
 
     def __init__(self, config: Config, world: World, step: Step | None, options: argparse.Namespace) -> None:
         self.config, self.world, self.step, self.options = config, world, step, options
-        self.epochs = itertools.count()
-        self.dropped = max(1, options.batches // 4)
 
     @cached_property
     def loader(self) -> Loader:
         built = build_loaders(self.config, open_dataset(self.config, self.world), self.world)
         if self.world.is_main and built.notes:
             print(*built.notes, sep="\n")
-        if self.options.cold and len(built.train) < self.dropped + self.options.batches:
-            needed = f"{self.dropped} + {self.options.batches} batches exceed an epoch's {len(built.train)}"
-            raise ConfigError(f"--cold: a trial's {needed}; use fewer --batches or a smaller batch_size")
         return built.train
 
     def __call__(self) -> Mapping[str, float]:
-        values = {}
-        epochs: Iterable[int] = self.epochs
-        if self.options.cold:
-            epochs = [next(self.epochs)]
-            drop_page_cache()
-            values["cold_images_per_sec"] = self._time_loader(epochs)  # then the same files, cached
-        values["images_per_sec"] = self._time_loader(epochs)
-        return values | (self._time_training(self.step) if self.step else {})
-
-    def _batches(self, epochs: Iterable[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        for epoch in epochs:
-            self.loader.set_epoch(epoch)
-            yield from self.loader
-
-    def _time_loader(self, epochs: Iterable[int]) -> float:
-        """Return images per second over all ranks without training. The first batches do not count: they start
-        workers, or were prepared ahead."""
-        batches, device = self._batches(epochs), self.world.device
-        return images_per_sec(self.config, device, batches, self.dropped, self.options.batches, lambda *_: None)
+        # the first batches do not count: they start workers, or were prepared ahead
+        dropped, counted, batches = max(1, self.options.batches // 4), self.options.batches, endless(self.loader)
+        rate = images_per_sec(self.config, self.world.device, batches, dropped, counted, lambda *_: None)
+        return {"images_per_sec": rate} | (self._time_training(self.step) if self.step else {})
 
     def _time_training(self, step: Step) -> dict[str, float]:
         """Return images per second of training, and the fraction of time that the host waited for a batch."""
-        batches = prefetch(self.config, self._batches(self.epochs), self.world.device)
+        batches = prefetch(self.config, endless(self.loader), self.world.device)
         for images, labels in itertools.islice(batches, max(1, capture_steps(self.config, self.world.device))):
             step(images, labels)
         common.synchronize(self.world.device)
@@ -133,8 +94,6 @@ def show(config: Config, world: World, results: Mapping[str, Mapping[str, Any]])
     rows = []
     for name, values in results.items():
         row = {"loader": name, "images/s": f"{values['images_per_sec']:,.0f}"}
-        if "cold_images_per_sec" in values:
-            row["cold cache"] = f"{values['cold_images_per_sec']:,.0f}"
         if training := values.get("training_images_per_sec"):
             row["images/s training"] = f"{training:,.0f}"
             row["waiting, % of a step"] = f"{common.Trials(tuple(100 * part for part in values['waiting'].values)):.1f}"

@@ -30,7 +30,7 @@ from typing import Any
 
 from tools.bench.reports import VERSIONS
 from tools.shared.command_line import add_count, path_argument
-from tools.shared.output import make_folder, print_table, write_file, write_json
+from tools.shared.output import make_folder, print_table, write_json
 from tools.shared.read_runs import read_records
 from utils.config import Config, find_file, list_blocks, load_config
 from utils.config.command_line import add_config_arguments
@@ -41,7 +41,6 @@ from utils.run.logging.environment import describe_environment
 
 TIMES = ("command", "run", "training")
 SAME = ("commit", *VERSIONS)
-BEGIN, END = "<!-- records -->", "<!-- end of records -->"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the missing seeds, summarise, update the table."""
+    """Run the missing seeds, print and write a summary of all."""
     out = options.out or Path("results") / f"{date.today().isoformat()}-{options.config}"
     settings, folders, configs = dict[str, list[str]](), dict[str, Path](), dict[str, Config]()
     for name in (options.config, *options.against):
@@ -82,8 +81,16 @@ def run(options: argparse.Namespace) -> int:
             gain, ratio = (show_mean(against[key], 1.0, ".2f") for key in ("gain", "time_ratio"))
             print(f"{name}: {gain} points over {options.config}, by seed {gains}; {ratio} x its time")
         write_json(folders[name] / "summary.json", summary)
-    print_table(f"{out}", *table([(folders[name], summary) for name, summary in summaries.items()]))
-    update_readme(out.parent)
+    columns = [
+        "configuration",
+        "target",
+        "seeds",
+        "reached",
+        "epochs",
+        "best acc1, %",
+        *(f"{time}, s" for time in TIMES),
+    ]
+    print_table(f"{out}", columns, [row_of(summary) for summary in summaries.values()])
     return 0
 
 
@@ -174,26 +181,18 @@ def check_same(out: Path, name: str, config: Config, environment: Mapping[str, A
             raise ConfigError(f"{folder} was run with {', '.join(changed)}, unlike {name} now; {remedy}")
 
 
-def table(measured: Sequence[tuple[Path, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows, also of the table in results/README.md; the first column is the configuration."""
-    columns = ["configuration", "target", "seeds", "reached", "epochs", "best acc1, %"]
-    rows = []
-    for folder, summary in measured:
-        target, reached, seeds = summary["target"], summary["reached"], len(summary["seeds"])
-        commit = str(summary["environment"]["commit"])
-        rows.append([
-            summary["config_name"],
-            "-" if target is None else f"{target:.0%}",
-            str(seeds),
-            "-" if reached is None else f"{reached} of {seeds}",
-            show_mean(summary["epochs"], 1.0, ".1f"),
-            show_mean(summary["best_acc1"], 100.0, ".2f"),
-            *(show_mean(summary["seconds"][time], 1.0, ".1f") for time in TIMES),
-            str(summary["environment"]["device"]),
-            commit[:8] + (" with changes" if "changes" in commit else ""),
-            folder.name,
-        ])  # fmt: skip
-    return [*columns, *(f"{time}, s" for time in TIMES), "device", "commit", "logs"], rows
+def row_of(summary: Mapping[str, Any]) -> list[str]:
+    """Return the table's row of a configuration."""
+    target, reached, seeds = summary["target"], summary["reached"], len(summary["seeds"])
+    return [
+        summary["config_name"],
+        "-" if target is None else f"{target:.0%}",
+        str(seeds),
+        "-" if reached is None else f"{reached} of {seeds}",
+        show_mean(summary["epochs"], 1.0, ".1f"),
+        show_mean(summary["best_acc1"], 100.0, ".2f"),
+        *(show_mean(summary["seconds"][time], 1.0, ".1f") for time in TIMES),
+    ]
 
 
 def show_mean(values: Mapping[str, Any] | None, factor: float, form: str) -> str:
@@ -202,19 +201,3 @@ def show_mean(values: Mapping[str, Any] | None, factor: float, form: str) -> str
         return "target missed"
     deviation = "" if values["sd"] is None else f" ± {factor * values['sd']:{form}}"
     return f"{factor * values['mean']:{form}}{deviation}"
-
-
-def render_table(root: Path) -> str:
-    """Return the table of results/README.md: every folder of results, newest first."""
-    folders = sorted((path.parent for path in root.glob("*/summary.json")), reverse=True)
-    measured = [(folder, json.loads((folder / "summary.json").read_text())) for folder in folders]
-    columns, rows = table(measured)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows))
-
-
-def update_readme(root: Path) -> None:
-    """Write the table between its marks, if there is a README.md with the marks."""
-    path = root / "README.md"
-    if path.exists() and BEGIN in (text := path.read_text("utf-8")):
-        head, _, rest = text.partition(BEGIN)
-        write_file(path, f"{head}{BEGIN}\n{render_table(root)}\n{END}{rest.partition(END)[2]}".encode())

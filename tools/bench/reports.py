@@ -1,6 +1,5 @@
 """Reads reports of tools.bench and the rates of their cases. No torch."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,6 @@ class Report(BaseModel):
     results: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Rate:
-    """The result of one case of a report."""
-
-    images_per_sec: float
-    config: dict[str, Any]
-    ranks: int = 1
-    training: bool = True  # False: of a loader without training
-    mode: str = ""  # weak or strong, of a scaling report
-    epoch_images_per_sec: float | None = None
-
-
 def read_report(path: Path) -> Report:
     """Read a report. Raises `DataError` if the file cannot be read or is not a report."""
     try:
@@ -42,26 +29,16 @@ def read_report(path: Path) -> Report:
         raise DataError(f"{path}: not a report of tools.bench --json ({found}); {remedy}") from None
 
 
-def rates(report: Report) -> dict[str, Rate]:
-    """Return {case: its rate} of a report of `ladder`, `scaling` or `loaders`; empty for others."""
-    configs, ranks = report.results.get("configs", {}), report.environment.get("world_size", 1)
-    found = {}
-    rungs = report.results.get("rungs")
-    for name, values in (rungs if isinstance(rungs, dict) else report.results).items():
-        mode, _, number = name.rpartition(" ")
-        if rate := _median(values, "full"):
-            found[name] = Rate(rate, configs.get(name, report.config))
-        elif rate := _median(values, "train_images_per_sec"):
-            epoch_rate = _median(values, "epoch_images_per_sec")
-            found[name] = Rate(rate, report.config, int(number), mode=mode, epoch_images_per_sec=epoch_rate)
-        elif rate := _median(values, "training_images_per_sec"):
-            found[name] = Rate(rate, report.config, ranks)
-        elif rate := _median(values, "images_per_sec"):
-            found[name] = Rate(rate, report.config, ranks, training=report.bench != "loaders")
+def training_rates(report: Report) -> dict[str, tuple[float, dict[str, Any]]]:
+    """Return {case: (training images/s, configuration)} of the cases on one rank of a report of `ladder`, `scaling` or
+    `loaders`; empty for others."""
+    ranks, found = report.environment.get("world_size", 1), {}
+    rungs, configs = report.results.get("rungs", report.results), report.results.get("configs", {})
+    for name, values in rungs.items():
+        if not isinstance(values, dict):
+            continue
+        scaling = "train_images_per_sec" in values  # its cases are named by mode and processes, as in "strong 2"
+        rate = values.get("full") or values.get("train_images_per_sec") or values.get("training_images_per_sec")
+        if rate and (name.endswith(" 1") if scaling else ranks == 1):
+            found[name] = float(rate["median"]), configs.get(name, report.config)
     return found
-
-
-def _median(values: Any, quantity: str) -> float | None:
-    value = values.get(quantity) if isinstance(values, dict) else None
-    value = value.get("median") if isinstance(value, dict) else value
-    return float(value) if isinstance(value, int | float) else None

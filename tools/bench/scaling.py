@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,16 +25,14 @@ from tools.bench.training import alone, build_measured, capture_steps
 from tools.shared.command_line import read_counts
 from tools.shared.output import write_json
 from utils.config import Config
-from utils.data.build import Loaders, build_loaders, open_dataset
+from utils.data.build import build_loaders, open_dataset
 from utils.data.workers import usable_cores
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
 from utils.errors import ConfigError, ExpectedError
 from utils.program import CODE
-from utils.training.batches import prefetch
 from utils.training.learner import Learner
-from utils.training.validation import validate
 
 MODES = ("strong", "weak")
 ROUNDS = 3  # of alternating steps with and without communication
@@ -56,17 +53,17 @@ def run(options: argparse.Namespace) -> int:
         for (mode, processes), case in configs.items()
     }
     results = summarise(common.measure(cases, options.trials, warm_up=0, skip=False))
-    for what, description in (("train", "training steps only"), ("epoch", "whole epoch: loader, metrics, validation")):
-        rows = []
-        for name, values in results.items():
-            row = {"processes": name, "images/s": f"{values[f'{what}_images_per_sec']:.0f}"}
-            row |= {
-                "speed-up": f"{values[f'{what}_speed_up']:.2f}",
-                "efficiency": f"{values[f'{what}_efficiency']:.0%}",
-            }
-            share = values.get("communication_share") if what == "train" else None
-            rows.append(row | {"communication": f"{share.median:.1%}" if share else "-"})
-        common.print_rows(f"{config.model}, batch {config.batch_size} (weak: of each process), {description}", rows)
+    rows = [
+        {
+            "processes": name,
+            "images/s": f"{values['train_images_per_sec']:.0f}",
+            "speed-up": f"{values['train_speed_up']:.2f}",
+            "efficiency": f"{values['train_efficiency']:.0%}",
+            "communication": f"{share.median:.1%}" if (share := values.get("communication_share")) else "-",
+        }
+        for name, values in results.items()
+    ]
+    common.print_rows(f"{config.model}, batch {config.batch_size} (weak: of each process), training steps only", rows)
     common.write_report(options.json, "scaling", config, alone(config), results, threads=threads)
     return 0
 
@@ -107,11 +104,9 @@ def summarise(results: common.Results) -> dict[str, dict[str, Any]]:
     for name, trials in results.items():
         mode, processes = name.split()
         fewest = min(int(other.split()[1]) for other in results if other.startswith(mode))
-        summary[name] = {**trials}
-        for what in ("train", "epoch"):
-            rate, reference = (results[case][f"{what}_images_per_sec"].median for case in (name, f"{mode} {fewest}"))
-            summary[name][f"{what}_speed_up"] = rate / reference
-            summary[name][f"{what}_efficiency"] = rate / reference * fewest / int(processes)
+        rate, reference = (results[case]["train_images_per_sec"].median for case in (name, f"{mode} {fewest}"))
+        efficiency = rate / reference * fewest / int(processes)
+        summary[name] = {**trials, "train_speed_up": rate / reference, "train_efficiency": efficiency}
     return summary
 
 
@@ -119,9 +114,8 @@ def summarise(results: common.Results) -> dict[str, dict[str, Any]]:
 
 
 def measure_rank(config: Config, world: World, warmup: int, iters: int) -> dict[str, float]:
-    """Collective: measure a training step with and without communication, and images/s of a whole epoch."""
-    loaders = build_loaders(config, open_dataset(config, world), world)
-    images, labels = next(iter(loaders.train))
+    """Collective: measure a training step with and without communication."""
+    images, labels = next(iter(build_loaders(config, open_dataset(config, world), world).train))
     cases = {"ddp": build_measured(config, world)}
     if world.world_size > 1:
         silent = Config(**config.model_dump() | {"parallel": "no_communication"})
@@ -133,11 +127,7 @@ def measure_rank(config: Config, world: World, warmup: int, iters: int) -> dict[
         for name, learner in cases.items():
             seconds[name].append(_time_steps(learner, images, labels, world, -(-iters // ROUNDS)))
     medians = {name: median(values) for name, values in seconds.items()}
-    record = {
-        "step_seconds": medians["ddp"],
-        "train_images_per_sec": config.batch_size / medians["ddp"],
-        "epoch_images_per_sec": _time_epoch(cases["ddp"], loaders, config, world, iters),
-    }
+    record = {"step_seconds": medians["ddp"], "train_images_per_sec": config.batch_size / medians["ddp"]}
     if world.world_size > 1:
         record["communication_share"] = 1 - medians["no_communication"] / medians["ddp"]
     return record
@@ -152,23 +142,6 @@ def _time_steps(learner: Learner, images: Tensor, labels: Tensor, world: World, 
     common.synchronize(world.device)
     world.barrier()
     return max(world.all_gather((time.perf_counter() - started) / max(1, steps)))
-
-
-def _time_epoch(learner: Learner, loaders: Loaders, config: Config, world: World, steps: int) -> float:
-    """Return training images/s over at most `steps` batches of the loader, including metrics and validation."""
-    world.barrier()
-    started = time.perf_counter()
-    loaders.train.set_epoch(0)
-    batches = 0
-    for images, labels in islice(prefetch(config, iter(loaders.train), world.device), steps):
-        learner.train_step(images, labels)
-        batches += 1
-    learner.sums.average(world)
-    learner.average_buffers(world)
-    loaders.valid.set_epoch(0)
-    number = max(1, len(loaders.valid) * batches // len(loaders.train))  # the same fraction as was trained
-    validate(learner, islice(loaders.valid, number), world).average(world)
-    return batches * config.batch_size / max(world.all_gather(time.perf_counter() - started))
 
 
 def main(arguments: Sequence[str]) -> int:
