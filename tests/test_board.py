@@ -59,22 +59,16 @@ def test_a_run_has_scalars_by_epoch_step_and_second_texts_pictures_and_charts(ru
     (grid,), (matrix,) = events.Images("augmented batch"), events.Images("confusion matrix")
     assert (grid.height, grid.width, matrix.width) == (3 * (4 * 33 + 1), 3 * (8 * 33 + 1), 600)
     (layout,) = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
-    charts = b"accuracy by epoch", b"images per second", b"fraction of the time waiting for input"
-    assert all(chart in layout for chart in charts)
+    assert all(chart in layout for chart in (b"accuracy by epoch", b"images_per_sec"))
 
 
-def test_hparams_have_the_changes_from_default_as_one_text_and_a_column_for_every_training_setting():
+def test_a_row_of_hparams_has_four_settings_and_the_other_changes_from_default_as_one_text():
     changes = {"enable_nhwc": True, "log_freq": 7, "device": "cpu", "max_epochs": 3, "micro_batch_size": None}
-    row = compared(Config(**Config().model_dump() | changes))
-    assert row[CHANGES] == "device=cpu, enable_nhwc=true" and next(iter(row)) == CHANGES
-    assert {key: row[key] for key in ALWAYS_SHOWN} == {
-        "batch_size": 128, "lr": 0.1, "max_epochs": 3, "model": "resnet50",
-    }  # fmt: skip
-    assert row["enable_nhwc"] == "true" and row["lr_schedule"] == "plateau" and row["weight_decay"] == "0.0005"
-    assert not {"log_freq", "num_data_workers"} & row.keys() and row["micro_batch_size"] == "null"
+    row = {CHANGES: "device=cpu, enable_nhwc=true", "batch_size": 128, "lr": 0.1, "max_epochs": 3, "model": "resnet50"}
+    assert compared(Config(**Config().model_dump() | changes)) == row
 
 
-def test_hparams_start_with_the_changes_and_four_settings(run):
+def test_hparams_have_a_row_with_these_columns_and_the_results(run):
     """In the columns that TensorBoard's server sends to its page, which shows the first five of each list."""
     from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -89,8 +83,7 @@ def test_hparams_start_with_the_changes_and_four_settings(run):
     request = api_pb2.GetExperimentRequest()
     experiment = get_experiment.Handler(RequestContext(), context, "", request).run()
     columns = [info.name for info in experiment.hparam_infos]
-    assert columns[:5] == [CHANGES, *ALWAYS_SHOWN] and "weight_decay" in columns[5:]
-    assert [info.differs for info in experiment.hparam_infos] == [True] * 5 + [False] * (len(columns) - 5)
+    assert columns == [CHANGES, *ALWAYS_SHOWN]
     assert not any(info.HasField("domain_discrete") for info in experiment.hparam_infos)  # an empty one hides all runs
     metrics = [info.name.tag for info in experiment.metric_infos]
     assert metrics[0] == "result/best_acc1" and len(metrics) == len(RESULTS)

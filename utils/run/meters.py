@@ -25,10 +25,12 @@ class Meters:
 
     def __init__(self, config: OutputConfig, learner: Learner, world: World, image_shape: Sequence[int]) -> None:
         self.config, self.world, self.notes = learner.config, world, list[str]()
-        sizes = {training_size(self.config, epoch) for epoch in range(self.config.max_epochs)}
-        # before the first step, since it runs the network
-        self.flops = {size: _flops(learner, image_shape, size) for size in sizes}
-        if None in self.flops.values():
+        self.flops = dict[int | None, float]()  # of an image, by its size in training
+        try:  # before the first step, since it runs the network
+            for size in {training_size(self.config, epoch) for epoch in range(self.config.max_epochs)}:
+                shape = (image_shape[0], *((size, size) if size else image_shape[1:]))
+                self.flops[size] = flops_per_image(learner.model, shape)
+        except Exception:  # a user's network may read values, which meta tensors lack, and raise anything
             self.notes.append(f"no model FLOP/s, no MFU: the network {NO_VALUES}")
         format_, device = number_format(learner.precision, self.config), device_name(world.device)
         limits = config.limits_report
@@ -43,7 +45,7 @@ class Meters:
     def window(self, images_per_sec: float, epoch: int) -> dict[str, float]:
         """Return the values since the last log point that are known: {"model_tflops" of all devices together, "mfu"
         (fraction of their peak), "gpu_power_w", ...}. `epoch` counts from 0."""
-        values, flops = dict[str, float](), self.flops[training_size(self.config, epoch)]
+        values, flops = dict[str, float](), self.flops.get(training_size(self.config, epoch))
         if flops is not None:
             values["model_tflops"] = images_per_sec * flops / 1e12
             if self.peak is not None:
@@ -62,13 +64,6 @@ class Meters:
         if not images or len(known) < self.devices:  # with DataParallel only the first GPU is known
             return {}
         return {"joules": sum(known), "joules_per_image": sum(known) / images}
-
-
-def _flops(learner: Learner, image_shape: Sequence[int], size: int | None) -> float | None:
-    try:
-        return flops_per_image(learner.model, (image_shape[0], *((size, size) if size else image_shape[1:])))
-    except Exception:  # a user's network may read values, which meta tensors lack, and raise anything
-        return None
 
 
 def read_gpu(device: torch.device) -> dict[str, float]:
@@ -108,12 +103,12 @@ def read_peak(path: Path, device: str, number_format: str) -> float | None:
     """Return TFLOP/s from a report of `tools.bench limits`; raise `ConfigError` if it is none or of another device."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        limits = {name: float(sample["median"]) for name, sample in report["results"].items()}
         bench, measured_on = report["bench"], report["environment"]["device"]
+        medians = {name: float(sample["median"]) for name, sample in report["results"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"limits_report {path}: cannot be read as a report of tools.bench: {error}") from None
     if bench != "limits" or measured_on != device:
         raise ConfigError(
             f"limits_report {path}: has {bench} of {measured_on}; write one of this {device} with: tools.bench limits"
         )
-    return measured_peak(limits, number_format)
+    return measured_peak(medians, number_format)

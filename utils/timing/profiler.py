@@ -41,11 +41,10 @@ class Profiler:
     def capture(self, folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
         """Mark the range PROFILE, for which `nsys --nvtx-capture=PROFILE` waits. Without nsys, write a trace to
         `folder`/profile (None: none) and its summary to `say`."""
-        if "NSYS_PROFILING_SESSION_ID" in os.environ:
-            folder = None
+        records = folder is not None and "NSYS_PROFILING_SESSION_ID" not in os.environ
         self.running = True
         try:
-            with self._record(folder / "profile", say) if folder else nullcontext(), self.range("PROFILE"):
+            with self._record(folder / "profile", say) if folder and records else nullcontext(), self.range("PROFILE"):
                 yield
         finally:
             self.running = False

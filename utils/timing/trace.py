@@ -4,11 +4,10 @@ import gzip
 import json
 import re
 import statistics
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 TRACE_FILE = "rank0.pt.trace.json.gz"  # in the folder profile/ of a run
@@ -58,11 +57,8 @@ def read_trace(path: Path) -> list[Event]:
 
 def find_ranges(events: Iterable[Event]) -> dict[str, list[Event]]:
     """Return the occurrences of each of RANGES by start time."""
-    found: dict[str, list[Event]] = {name: [] for name in RANGES}
-    for event in events:
-        name = re.sub(r" \d+$", "", event.name)
-        if event.category == "user_annotation" and name in found:
-            found[name].append(event)
+    marked = [(re.sub(r" \d+$", "", event.name), event) for event in events if event.category == "user_annotation"]
+    found = {name: [event for other, event in marked if other == name] for name in RANGES}
     return {name: occurrences for name, occurrences in found.items() if occurrences}
 
 
@@ -86,35 +82,32 @@ def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> s
     lines += _describe_ranges(ranges, work, total)
     lines.append(f"top {'kernels' if work else 'operators'}:")
     largest = sorted(times.items(), key=lambda item: -item[1])[:TOP]
-    lines += [f"  {_percent(time, total):>7}  {name[:90]}" for name, time in largest]
+    lines += [f"  {100 * time / total:5.1f} %  {name[:90]}" for name, time in largest]
     if work:
         lines.append(_describe_gaps(work, total))
         waits = [event for event in inside if event.category in LAUNCHES and HOST_WAITS.search(event.name)]
-        lines.append(f"host synchronisations: {len(waits) / count:.1f} an iteration, {_percent(_sum(waits), total)}")
+        lines.append(f"host synchronisations: {len(waits) / count:.1f} an iteration, {_share(waits, total)}")
     else:
-        lines.append(f"outside operators (Python, waiting): {_percent(total - sum(times.values()), total)}")
-    transposes = [event for event in work or inside if TRANSPOSES.search(event.name)]
+        lines.append(f"outside operators (Python, waiting): {100 - 100 * sum(times.values()) / total:.1f} %")
     step = [event for name in ranges if name not in NO_STEP for event in ranges[name]]
-    return "\n".join([
-        *lines,
-        f"layout transposes: {_percent(_sum(transposes), total)}",
-        f"waiting for input: {_percent(_sum(ranges.get('data', [])), total)}",
-        f"the loop itself, waiting included: {_percent(on_host - _sum(step), on_host)} of the host's time",
-    ])  # fmt: skip
+    loop = 100 - 100 * sum(event.duration for event in step) / on_host
+    transposes = (event for event in work or inside if TRANSPOSES.search(event.name))
+    lines.append(f"layout transposes: {_share(transposes, total)}")
+    lines.append(f"waiting for input: {_share(ranges.get('data', []), total)}")
+    lines.append(f"the loop itself, waiting included: {loop:.1f} % of the host's time")
+    return "\n".join(lines)
 
 
 def _describe_ranges(ranges: dict[str, list[Event]], work: Sequence[Event], total: float) -> list[str]:
     """Describe each range: its host time and, with a GPU, the time of the GPU work launched in it. Backward launches
     from another thread, so a launch is assigned to a range by its time only."""
-    launched = sorted((event.launched or 0.0, event.duration) for event in work)
-    spent = [0.0, *accumulate(duration for _, duration in launched)]  # GPU time of the first n launches
     lines = [f"  {'range':24} {'host ms':>10} {'share':>7}" + (f" {'GPU ms':>10}" if work else "")]
     for name, occurrences in ranges.items():
         host = statistics.median(event.duration for event in occurrences) / 1e3
-        began = sum(spent[bisect_left(launched, (event.start,))] for event in occurrences)
-        ended = sum(spent[bisect_left(launched, (event.end,))] for event in occurrences)
-        on_gpu = f" {(ended - began) / 1e3 / len(occurrences):10.3f}" if work else ""
-        lines.append(f"  {name:24} {host:10.3f} {_percent(_sum(occurrences), total):>7}{on_gpu}")
+        bounds = [bound for event in occurrences for bound in (event.start, event.end)]  # in order: ranges do not nest
+        inside = sum(event.duration for event in work if bisect_right(bounds, event.launched or 0.0) % 2)
+        on_gpu = f" {inside / 1e3 / len(occurrences):10.3f}" if work else ""
+        lines.append(f"  {name:24} {host:10.3f} {_share(occurrences, total):>7}{on_gpu}")
     return lines
 
 
@@ -124,14 +117,10 @@ def _describe_gaps(work: Sequence[Event], total: float) -> str:
     for event in work:
         gaps += [event.start - reached] if event.start > reached else []
         reached = max(reached, event.end)
-    idle = _percent(total - (reached - work[0].start - sum(gaps)), total)
+    idle = 100 - 100 * (reached - work[0].start - sum(gaps)) / total
     longest = max(gaps, default=0) / 1e3
-    return f"launch gaps: the GPU is idle {idle} of the time, {len(gaps)} gaps, the longest {longest:.2f} ms"
+    return f"launch gaps: the GPU is idle {idle:.1f} % of the time, {len(gaps)} gaps, the longest {longest:.2f} ms"
 
 
-def _sum(events: Iterable[Event]) -> float:
-    return sum(event.duration for event in events)
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %"
+def _share(events: Iterable[Event], total: float) -> str:
+    return f"{100 * sum(event.duration for event in events) / total:.1f} %"

@@ -121,8 +121,7 @@ class RunState:
             total = torch.stack([rank["metric_sums"] for rank in ranks]).sum(0)
             sums = total if world.is_main else torch.zeros_like(total)
         merge_buffers(learner, ranks)
-        learner.sums.load(sums, state["logged_sums"])
-        learner.sums.set_finite_batches(progress.batch * learner.batch.accumulation)
+        learner.sums.load(sums, state["logged_sums"], progress.batch * learner.batch.accumulation)
 
     def check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return `metrics` unchanged; raise `ExpectedError`, on all ranks alike, if their common loss is not finite."""

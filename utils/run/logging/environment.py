@@ -46,8 +46,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     processors = read_processors()
-    name = processors[0].get("model name") if processors else None
-    return f"{name} x {len(processors)}" if name else platform.machine()
+    return f"{processors[0]['model name']} x {len(processors)}" if "model name" in processors[0] else platform.machine()
 
 
 def dali_version() -> str | None:
@@ -66,18 +65,14 @@ def read_processors() -> list[dict[str, str]]:
 
 
 def git_commit(root: Path = CODE) -> str | None:
-    """Return the newest commit that changed anything outside results/; None without git.
-
-    So recording or committing the results of a run does not change the commit of the next run.
-    """
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments, "--", ".", ":(exclude)results"]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        commit = git("log", "-1", "--format=%H")
-        changed = git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return None
+    """Return the newest commit that changed anything outside results/, so that committing the results of a run does
+    not change the commit of the next run; None without git."""
+    found = []
+    for words in (["log", "-1", "--format=%H"], ["status", "--porcelain", "--untracked-files=no"]):
+        command = ["git", *words, "--", ".", ":(exclude)results"]
+        try:
+            found.append(subprocess.check_output(command, cwd=root, text=True, stderr=subprocess.DEVNULL, timeout=10))
+        except (OSError, subprocess.SubprocessError):
+            return None
+    commit, changed = found[0].strip(), found[1]
     return f"{commit} with changes" if commit and changed else commit or None

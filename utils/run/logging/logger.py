@@ -59,8 +59,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self._log_file = (self.folder / "train.log").open("a", encoding="utf-8")
             self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
-        if self.to_screen and sys.stdout.isatty() and OPEN_MPI.world_size not in os.environ:
-            self.has_bar = True
+        self.has_bar = self.to_screen and sys.stdout.isatty() and OPEN_MPI.world_size not in os.environ
         return self
 
     def say(self, message: str) -> None:
@@ -98,11 +97,10 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         if self.to_screen and to_screen and not self.has_bar:
             self._write_screen(line)
 
-    def _print(self, message: str, more: str = "") -> None:
-        """Print a line above the progress bar, if there is one; `more` goes to a second line if it does not fit."""
+    def _print(self, message: str) -> None:
+        """Print a line above the progress bar, if there is one."""
         if self.has_bar:
-            gap = "\n" + " " * len("epoch 123") if len(message + more) > shutil.get_terminal_size().columns else ""
-            self._write_screen(f"\r{CLEAR_LINE}{message}{gap if more else ''}{more}\n")
+            self._write_screen(f"\r{CLEAR_LINE}{message}\n")
 
     def log_start(self, epoch: int, batch: int, step: int, resumed_from: Path | None, world_size: int) -> None:
         """Record that the run starts, or resumes from a checkpoint, at this position."""
@@ -125,10 +123,10 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     ) -> None:  # fmt: skip
         """Record a log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec,
         ...; `left`: seconds to the end of the run, if known; `images`: the batch as it was trained."""
-        rate, loss, remaining = significant(values["images_per_sec"]), values["loss"], time_left(left)
+        rate, loss, self._left = significant(values["images_per_sec"]), values["loss"], time_left(left)
         self._log(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate}")
-        self._log(f"step {step}  loss {loss:.4f}  lr {significant(values['learning_rate'])}{remaining}")
-        self._info, self._left = f"  loss {loss:.3f}  {rate} images/s", remaining
+        self._log(f"step {step}  loss {loss:.4f}  lr {significant(values['learning_rate'])}{self._left}")
+        self._info = f"  loss {loss:.3f}  {rate} images/s"
         self._record("step", epoch=epoch, step=step, **values)
         if images is not None:
             self._show(lambda board: board.add_images(images))
@@ -136,17 +134,15 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def log_epoch(self, epoch: int, step: int, values: dict[str, float], left: float | None = None) -> None:
         """Record the end of an epoch. `values`: loss/train, acc1/train, learning_rate, ..., and if it was validated
         loss/valid and acc1/valid; `left`: seconds to the end of the run, if known."""
-        rate, remaining = values["learning_rate"], time_left(left)
+        self._left = time_left(left)
         parts = [part for part in ("train", "valid") if f"acc1/{part}" in values]
         self._log(f"Time taken for epoch {epoch} is {significant(values['epoch_seconds'])} sec")
         self._log(", ".join(f"{part} acc1={values[f'acc1/{part}']:.4f}" for part in parts))
         shown = [f"{part} loss {values[f'loss/{part}']:.4f} acc1 {values[f'acc1/{part}']:6.2%}" for part in parts]
-        result = "  ".join([f"epoch {epoch:3}", *shown])
-        speed, seconds = significant(values["images_per_sec"], 3), significant(values["epoch_seconds"], 3)
-        pace = f"  lr {significant(rate, 3)}  {speed} images/s  {seconds} s{remaining}"
-        self._log(result + pace)
-        self._print(result, pace)
-        self._left = remaining
+        names = ("learning_rate", "images_per_sec", "epoch_seconds")
+        rate, speed, seconds = (significant(values[name], 3) for name in names)
+        shown += [f"lr {rate}", f"{speed} images/s", f"{seconds} s{self._left}"]
+        self.say("  ".join([f"epoch {epoch:3}", *shown]))
         self._record("epoch", epoch=epoch, step=step, **values)
 
     def log_end(
@@ -177,15 +173,14 @@ class RunLogger(AbstractContextManager["RunLogger"]):
                 self._metrics.flush()
         self._show(lambda board: board.record(record))
         for tracker in self.trackers:
-            if tracker.is_alive() and kind in ("step", "epoch", "end"):
+            if kind in ("step", "epoch", "end"):
                 tracker.records.put(record)
         self._log_tracker_errors()
 
     def _log_tracker_errors(self) -> None:
-        for tracker in self.trackers:
-            if tracker.error:
-                self.say(tracker.error)
-                tracker.error = ""
+        for tracker in [tracker for tracker in self.trackers if tracker.error]:
+            self.say(tracker.error)
+            self.trackers.remove(tracker)
 
     def _show(self, add: Callable[[TensorBoardWriter], None]) -> None:
         if self.board is not None:
@@ -202,8 +197,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         with suppress(ExpectedError):  # the error was raised by the write that failed
             self._log_tracker_errors()
         for file in (self._metrics, self.board, self._log_file):
-            if file is not None:
-                with suppress(OSError):
+            with suppress(OSError):
+                if file is not None:
                     file.close()
         self._log_file = self._metrics = self.board = None
 
@@ -213,9 +208,9 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         reason = f"{type(error).__name__}: {error}"
         with suppress(ExpectedError):
             self._record("stop", step=self.clock.step, time=time.time(), status=status, reason=reason)
-        if not isinstance(error, ExpectedError | KeyboardInterrupt):
-            reason += "\n" + "".join(traceback.format_exception(error)).rstrip()
         with suppress(ExpectedError):
+            if not isinstance(error, ExpectedError | KeyboardInterrupt):
+                reason += "\n" + "".join(traceback.format_exception(error)).rstrip()
             self._log(f"ended by {reason}", "INFO" if isinstance(error, Stopped) else "ERROR", to_screen=False)
 
 

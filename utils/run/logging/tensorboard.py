@@ -36,17 +36,14 @@ LAYOUT = {
         "learning rate by epoch": ["Multiline", ["learning_rate"]],
     },
     "Speed and GPU of the main process, by step": {
-        title: ["Multiline", [f"step/{name}"]]
-        for title, name in (
-            ("images per second", "images_per_sec"), ("fraction of the time waiting for input", "data_wait"),
-            ("memory, GB", "memory_gb"), ("model TFLOP/s", "model_tflops"), ("MFU, fraction of the peak", "mfu"),
-            ("power, W", "gpu_power_w"), ("temperature, °C", "gpu_temperature_c"), ("clock, MHz", "gpu_clock_mhz"),
-            ("memory in use, GB", "gpu_memory_gb"),
+        name: ["Multiline", [f"step/{name}"]]
+        for name in (
+            "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "gpu_power_w", "gpu_temperature_c",
+            "gpu_clock_mhz", "gpu_memory_gb",
         )
     },
 }  # fmt: skip
-# the first columns of the HParams tab: four settings, and as one text all others that differ from `default`; its name
-# comes first in the alphabet
+# the columns of the HParams tab: four settings, and as one text all others that differ from `default`
 CHANGES = "also changed"
 ALWAYS_SHOWN = ("batch_size", "lr", "max_epochs", "model")
 RESULTS = (
@@ -61,9 +58,8 @@ class TensorBoardWriter:
     """Writes a run's events, after `epoch` and `step` if it resumes. The folder is created by the first write."""
 
     def __init__(self, folder: Path, *, epoch: int, step: int) -> None:
-        self.folder, self._epoch, self._step = folder, epoch, step
+        self.folder, self._epoch, self._step, self._has_images = folder, epoch, step, False
         self._opened: Any = None
-        self._has_images = False
 
     @property
     def _writer(self) -> Any:
@@ -89,15 +85,15 @@ class TensorBoardWriter:
             position = 0
             for content in RawEventFileLoader(str(path)).Load():
                 event = Event.FromString(content)
-                if any(self._is_outdated(value.tag, event.step) for value in event.summary.value):
+                tags = [value.tag for value in event.summary.value]
+                by_step, by_epoch = (
+                    any(tag.startswith(STEP_TAGS) for tag in tags),
+                    any(tag in EPOCH_TAGS for tag in tags),
+                )
+                if (by_step and event.step > self._step) or (by_epoch and event.step > self._epoch):
                     os.truncate(path, position)
                     break
                 position += 16 + len(content)  # length (8 bytes) with checksum (4), content with checksum (4)
-
-    def _is_outdated(self, tag: str, step: int) -> bool:
-        if tag.startswith(STEP_TAGS):
-            return step > self._step
-        return tag in EPOCH_TAGS and step > self._epoch
 
     def record(self, record: Record) -> None:
         """Write a log point by step; an epoch by epoch, under the tutorial's tags, and by the second of training at
@@ -113,37 +109,18 @@ class TensorBoardWriter:
         if kind == "epoch":
             self._writer.flush()
         elif kind == "end":
-            self._writer.file_writer.add_summary(self._hparams({})[2])
+            self._writer.file_writer.add_summary(_hparams({})[2])
 
     def describe(self, config: BaseConfig, config_name: str, environment: Mapping[str, Any]) -> None:
         writer, step = self._writer, self._epoch + 1
         writer.add_text("run/config", f"`{config_name}`\n\n{indent(render(config), CODE)}", step)
         writer.add_text("run/environment", indent(json.dumps(environment, indent=1), CODE), step)
-        for summary in self._hparams(compared(config))[:2]:
+        for summary in _hparams(compared(config))[:2]:
             writer.file_writer.add_summary(summary)
 
-    def _hparams(self, row: dict[str, float | str]) -> tuple[Any, Any, Any]:
-        """Return the columns of the HParams tab, and the start and the (successful) end of this run's row.
-
-        SummaryWriter.add_hparams would write all three at the end into a separate folder, so a running run would have
-        no row, and it marks no columns to show first."""
-        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-        from torch.utils.tensorboard.summary import hparams
-
-        columns, start, end = hparams(row, dict.fromkeys(f"result/{name}" for name in RESULTS))
-        plugin = columns.value[0].metadata.plugin_data
-        data = HParamsPluginData.FromString(plugin.content)
-        for info in data.experiment.hparam_infos:
-            info.differs = info.name in (CHANGES, *ALWAYS_SHOWN)
-        plugin.content = data.SerializeToString()
-        return columns, start, end
-
     def add_images(self, images: Tensor) -> None:
-        """Write a grid of the first batch of this process, as it was trained: normalised [N, 3, H, W].
-
-        Each channel is stretched to [0, 1]. As nearly every batch has black borders and some white, this undoes the
-        normalisation without knowing mean and standard deviation.
-        """
+        """Write a grid of the first batch of this process, as it was trained: normalised [N, 3, H, W]. Stretching each
+        channel to [0, 1] undoes the normalisation, as nearly every batch has black borders and some white."""
         if self._has_images:
             return
         from torchvision.utils import make_grid
@@ -182,20 +159,25 @@ def _hide_write_errors(raised: threading.ExceptHookArgs) -> None:
 
 def compared(config: BaseConfig) -> dict[str, float | str]:
     """Return the run's row in the HParams tab. TensorBoard takes the columns of one run for all runs, so every run has
-    the same ones: `CHANGES`, `ALWAYS_SHOWN`, and as text each other setting that can change a result."""
+    the same ones: `ALWAYS_SHOWN`, and `CHANGES` for the other settings that can change a result."""
     values, defaults = config.model_dump(mode="json"), type(config)().model_dump(mode="json")
-    words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
     silent = {*config.keys_with(KeyFlag.FREE_ON_RESUME), *ALWAYS_SHOWN}
-    others = {key: word for key, word in words.items() if key not in silent}
-    changed = ", ".join(f"{key}={word}" for key, word in others.items() if values[key] != defaults[key])
-    return {CHANGES: changed} | {key: values[key] for key in ALWAYS_SHOWN} | others
+    changed = {key: value for key, value in values.items() if key not in silent and value != defaults[key]}
+    words = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed.items())
+    return {CHANGES: ", ".join(words)} | {key: values[key] for key in ALWAYS_SHOWN}
+
+
+def _hparams(row: dict[str, float | str]) -> tuple[Any, Any, Any]:
+    """Return the columns of the HParams tab, and the start and the (successful) end of this run's row. With
+    SummaryWriter.add_hparams, which writes all three at the end, a running run would have no row."""
+    from torch.utils.tensorboard.summary import hparams
+
+    return hparams(row, dict.fromkeys(f"result/{name}" for name in RESULTS))  # type: ignore[no-untyped-call]
 
 
 def draw_matrix(counts: Tensor) -> np.ndarray:
-    """Draw a confusion matrix [true, predicted] as uint8 [H, W, 3]: white 0 %, dark blue 100 % of the true class.
-
-    The shade follows the square root of the fraction, so that rare confusions can be seen, too.
-    """
+    """Draw a confusion matrix [true, predicted] as uint8 [H, W, 3]: white 0 %, dark blue 100 % of the true class; the
+    shade follows the square root of the fraction, so that rare confusions can be seen, too."""
     shades = (counts / counts.sum(1, keepdim=True).clamp(min=1)).sqrt().numpy()
     white, blue = np.array([255.0, 255.0, 255.0]), np.array([8.0, 48.0, 107.0])
     image = (white + shades[..., None] * (blue - white)).round().astype(np.uint8)

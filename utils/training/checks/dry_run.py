@@ -22,21 +22,21 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
     states = state_bytes(config, learner.weights)
     per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, image_shape)
     activations = per_image * learner.batch.micro_batch_size
-    snapshot = snapshot_bytes(config, learner.weights, learner.batch.rank_batch_size, image_shape)
+    snapshot = snapshot_bytes(learner, image_shape) if config.verify_every_steps is not None else 0
+    total = f"{(states + activations + snapshot) / 1e9:.2f} GB"
     lines = [
         f"model            {network}, {parameters:,} parameters, {learner.precision}",
         f"training images  {dataset}, {steps * config.batch_size:,} in {steps} steps per epoch",
         f"batch            {learner.batch}",
         f"epochs           {config.max_epochs}, {schedule.total_steps:,} steps",
-        f"memory estimate  {_gigabytes(states + activations + snapshot)} per rank, without libraries and workspaces:",
-        f"  weights, gradients and optimizer {_gigabytes(states)}, activations {_gigabytes(activations)}",
-        *([f"  snapshot for verify_every_steps {_gigabytes(snapshot)}"] if snapshot else []),
+        f"memory estimate  {total} per rank, without libraries and workspaces:",
+        f"  weights, gradients and optimizer {states / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB",
+        *([f"  snapshot for verify_every_steps {snapshot / 1e9:.2f} GB"] if snapshot else []),
         f"learning rate    schedule {config.lr_schedule}",
     ]
-    turns = (schedule.warmup_steps, *schedule.milestone_steps, schedule.total_steps)
-    for step in sorted({0} | {turn - before for turn in turns for before in (1, 0) if before <= turn}):
-        if step < schedule.total_steps:
-            lines.append(f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}")
+    turns = (0, schedule.warmup_steps, *schedule.milestone_steps, schedule.total_steps)
+    for step in sorted({step for turn in turns for step in (turn - 1, turn) if 0 <= step < schedule.total_steps}):
+        lines.append(f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}")
     if config.lr_schedule == "plateau":
         patience = config.lr_plateau_patience + 1
         lines.append(f"  then x {config.lr_decay_factor:g} after {patience} epochs without a better validation loss")
@@ -45,31 +45,26 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
 
 def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
     """Return the bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average."""
-    # half-precision weights and master weights have gradients at the same time
-    updated, kept = weights.parameters(), {*weights.model.parameters(), *weights.parameters()}
     # AdamW keeps mean and square of the gradients; Muon too except for convolutions, so 2 is its upper bound
     moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
     average = _bytes(weights.model.state_dict().values()) if config.ema_decay is not None else 0
-    return 2 * _bytes(kept) + moments * _bytes(updated) + average
+    return 2 * gradient_bytes(weights) + moments * _bytes(weights.parameters()) + average
 
 
-def snapshot_bytes(
-    config: TrainingConfig, weights: MasterWeights, rank_batch_size: int, image_shape: tuple[int, int, int]
-) -> int:
-    """Return the bytes of `verify_every_steps` for the state before the step, the batch and fingerprints; 0 if null."""
-    if config.verify_every_steps is None:
-        return 0
-    gradients = _bytes({*weights.model.parameters(), *weights.parameters()})
-    batch = rank_batch_size * (math.prod(image_shape) * 4 + 8)  # float32 images, int64 labels
-    return state_bytes(config, weights) - gradients + _bytes(weights.model.buffers()) + batch + WORKING_BYTES
+def snapshot_bytes(learner: Learner, image_shape: tuple[int, int, int]) -> int:
+    """Return the bytes of `verify_every_steps` for the state before the step, its batch and fingerprints."""
+    batch = learner.batch.rank_batch_size * (4 * math.prod(image_shape) + 8)  # float32 images, int64 labels
+    state = state_bytes(learner.config, learner.weights) - gradient_bytes(learner.weights)
+    return state + _bytes(learner.weights.model.buffers()) + batch + WORKING_BYTES
+
+
+def gradient_bytes(weights: MasterWeights) -> int:
+    """Return the bytes of the gradients: half-precision weights and master weights have them at the same time."""
+    return _bytes({*weights.model.parameters(), *weights.parameters()})
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _gigabytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB"
 
 
 def activation_bytes_per_image(

@@ -8,6 +8,7 @@ import resource
 import socket
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,10 +28,10 @@ class StepWatch:
     """Times each step's input and its work before the first collective; compares the ranks once an epoch."""
 
     def __init__(self, model: nn.Module, world: World, clock: Clock) -> None:
-        self.world, self.clock = world, clock
+        self.world, self.clock, self.cuda = world, clock, world.device.type == "cuda"
         self._spans: list[list[Any]] = []  # of each step since the last log point: start, last gradient
         self._windows: list[float] = []  # seconds per step between two log points, up to the last gradient
-        self._history: list[list[float]] = []  # [log point][rank], over epochs
+        self._history: deque[list[float]] = deque(maxlen=SLOW_WINDOWS)  # [log point][rank], over epochs
         self._reported: set[str] = set()
         self._first = True
         self._window = self._epoch = self._times()  # at their beginning
@@ -41,8 +42,7 @@ class StepWatch:
     def batches(self, loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the loader's batches, and time the wait for each."""
         self._window = self._epoch = self._times()
-        self._spans = []
-        iterator = iter(loader)
+        self._spans, iterator = [], iter(loader)
         while True:
             self._spans.append([self._now()])
             with self.clock.during("input"):
@@ -62,24 +62,23 @@ class StepWatch:
 
     def _now(self) -> Any:
         """Return the time: the host's in seconds, or on a GPU an event in its queue, read at the log point."""
-        if self.world.device.type != "cuda":
+        if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _end_span(self) -> None:
-        """Take the time of the last gradient: with several micro-batches that of the last call."""
-        if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # a captured step replays without Python: nothing to time
-        if self._spans:
+        """Take the time of the last gradient: with several micro-batches that of the last call. A captured step replays
+        without Python: nothing to time."""
+        if self._spans and not (self.cuda and torch.cuda.is_current_stream_capturing()):
             self._spans[-1][1:] = [self._now()]
 
     def close_window(self) -> dict[str, float]:
         """Return {"data_wait" (fraction of the window), "memory_gb"} and start the next window. Call when the device
         has finished its work."""
-        cuda, spans = self.world.device.type == "cuda", [span for span in self._spans if span[1:]]
-        seconds = [start.elapsed_time(end) / 1e3 if cuda else end - start for start, end in spans]
+        spans = [span for span in self._spans if span[1:]]
+        seconds = [start.elapsed_time(end) / 1e3 if self.cuda else end - start for start, end in spans]
         waited, self._window, self._spans = self._waited(self._window), self._times(), []
         if self._first:  # the process's first window includes the start of workers and the choice of algorithms
             self._epoch, self._first = self._window, False
@@ -90,22 +89,19 @@ class StepWatch:
     def remarks(self) -> list[str]:
         """Collective, at the end of an epoch: return remarks for the log, each only once."""
         waited = 0.0 if self._first else self._waited(self._epoch)
-        ranks = self.world.all_gather((socket.gethostname(), self._windows, waited))
+        hosts, windows, waits = zip(*self.world.all_gather((socket.gethostname(), self._windows, waited)), strict=True)
         self._windows = []
-        self._history += [list(row) for row in zip(*(windows for _, windows, _ in ranks), strict=False)]
-        self._history = self._history[-SLOW_WINDOWS:]
-        waits = [waited for *_, waited in ranks]
-        worst = waits.index(max(waits))
-        found = {}
-        if waits[worst] > MAX_INPUT_WAIT:
-            of_rank = f" of rank {worst}" if len(waits) > 1 else ""
+        self._history += [list(row) for row in zip(*windows, strict=False)]
+        found, most = {}, max(waits)
+        if most > MAX_INPUT_WAIT:
+            of_rank = f" of rank {waits.index(most)}" if len(waits) > 1 else ""
             found["input"] = (
-                f"Waiting for input takes {waits[worst]:.0%} of the time{of_rank}; try more num_data_workers, or find "
+                f"Waiting for input takes {most:.0%} of the time{of_rank}; try more num_data_workers, or find "
                 f"the fastest data_loader here with: {command('bench')} loaders"
             )
         for rank, factor in slow_ranks(self._history):
             found[f"rank {rank}"] = (
-                f"Rank {rank} on {ranks[rank][0]} is slow: it needs {factor:.2f} times the median of the others "
+                f"Rank {rank} on {hosts[rank]} is slow: it needs {factor:.2f} times the median of the others "
                 f"before each all-reduce; check its node with: {command('doctor')} --nodes"
             )
         new = [remark for name, remark in found.items() if name not in self._reported]

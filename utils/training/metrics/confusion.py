@@ -42,7 +42,7 @@ def rank_classes(counts: Tensor) -> list[tuple[int, float, int | None, float]]:
 
 def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
     """Return `rank_classes` with names, for the worst classes."""
+    rows = rank_classes(counts)[:WORST_CLASSES]
     return [
-        (names[label], accuracy, "-" if wrong is None else names[wrong], fraction)
-        for label, accuracy, wrong, fraction in rank_classes(counts)[:WORST_CLASSES]
+        (names[label], accuracy, "-" if wrong is None else names[wrong], part) for label, accuracy, wrong, part in rows
     ]

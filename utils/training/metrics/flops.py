@@ -38,13 +38,10 @@ def flops_per_image(model: nn.Module, image_shape: tuple[int, ...]) -> float:
     Runs on tensors without values (device meta) and does not change the network. A network that reads values raises
     its own error.
     """
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    empty = {
-        name: torch.empty_like(tensor, device="meta", dtype=torch.float32 if tensor.is_floating_point() else None)
-        for name, tensor in state.items()
-    }
-    for name, parameter in model.named_parameters():
-        empty[name].requires_grad_(parameter.requires_grad)
+    empty = dict[str, Tensor]()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        empty[name] = torch.empty_like(tensor, device="meta", dtype=dtype).requires_grad_(tensor.requires_grad)
     random = seeds.random_state()
     try:
         with FlopCounterMode(display=False) as counter:

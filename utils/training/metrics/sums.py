@@ -25,14 +25,11 @@ class MetricSums:
         self.sums.zero_()
         self.logged = [0.0] * 4
 
-    def load(self, sums: Tensor, logged: list[float]) -> None:
-        """Restore saved sums [4] and the totals of the last log point."""
+    def load(self, sums: Tensor, logged: list[float], batches: int) -> None:
+        """Restore saved sums [4] and the totals of the last log point. All `batches` so far had a finite loss, as
+        checkpoints are saved only then."""
         self.sums.copy_(sums)
-        self.logged = logged
-
-    def set_finite_batches(self, batches: int) -> None:
-        """Set the count of batches with a finite loss: all so far, as checkpoints are saved only then."""
-        self.sums[3] = batches
+        self.sums[3], self.logged = batches, logged
 
     def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
         """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N], or mixed targets [N, classes],
@@ -50,13 +47,12 @@ class MetricSums:
 
     def average(self, world: World) -> dict[str, float]:
         """Collective: return {"loss", "acc1" in [0, 1], "images"} over all ranks; waits for the device."""
-        return self._average(self._totals(world), [0.0] * 4)
+        return _average(self._totals(world), [0.0] * 4)
 
     def average_since_last(self, world: World) -> dict[str, float]:
         """Collective: return `average` over the batches since the last call."""
-        totals, before = self._totals(world), self.logged
-        self.logged = totals
-        return self._average(totals, before)
+        before, self.logged = self.logged, self._totals(world)
+        return _average(self.logged, before)
 
     def finite_batches(self) -> int:
         """Return this rank's number of batches before the first non-finite loss; waits for the device."""
@@ -65,9 +61,9 @@ class MetricSums:
     def _totals(self, world: World) -> list[float]:
         return world.all_reduce(self.sums.clone()).tolist()
 
-    @staticmethod
-    def _average(totals: list[float], before: list[float]) -> dict[str, float]:
-        loss, correct, images = (now - then for now, then in zip(totals[:3], before[:3], strict=True))
-        if not images:
-            raise DataError("not one image can be read; check data_path, its permissions and the files' formats")
-        return {"loss": loss / images, "acc1": correct / images, "images": images}
+
+def _average(totals: list[float], before: list[float]) -> dict[str, float]:
+    loss, correct, images = (now - then for now, then in zip(totals[:3], before[:3], strict=True))
+    if not images:
+        raise DataError("not one image can be read; check data_path, its permissions and the files' formats")
+    return {"loss": loss / images, "acc1": correct / images, "images": images}

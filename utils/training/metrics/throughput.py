@@ -1,5 +1,7 @@
 """Images per second of the loop over training batches."""
 
+from collections.abc import Sequence
+
 from utils.timing.clock import LOOP, Clock
 
 
@@ -19,9 +21,6 @@ class Throughput:
     def start_epoch(self) -> None:
         """Start a window now, the epoch's first; the time since the last one does not count."""
         self._first = len(self.windows)
-        self._start()
-
-    def _start(self) -> None:
         self.images, self.since = 0, self.clock.seconds(*LOOP)
 
     def add(self, images: int) -> None:
@@ -32,32 +31,34 @@ class Throughput:
         finished its work."""
         if not self.images:
             return 0.0
-        seconds = self.clock.seconds(*LOOP) - self.since
-        self.windows.append((self.images, seconds))
-        images_per_sec = self.images / seconds
-        self._start()
-        return images_per_sec
+        now = self.clock.seconds(*LOOP)
+        images, seconds = self.images, now - self.since
+        self.windows.append((images, seconds))
+        self.images, self.since = 0, now
+        return images / seconds
 
     def total_images(self) -> int:
         """Return the images of all closed windows of this process, over all ranks."""
-        return sum(images for images, _ in self.windows)
+        return _total(self.windows)[0]
 
     def counted(self) -> tuple[int, float]:
         """Return images and seconds over all starts of the run."""
-        windows = [self.earlier, *self.windows[self._skipped() :]]
-        return sum(images for images, _ in windows), sum(seconds for _, seconds in windows)
+        return _total([self.earlier, *self.windows[self._skipped() :]])
 
     def of_epoch(self) -> float:
         """Return images per second of the epoch's closed windows; of the run if there is none."""
-        windows = self.windows[self._first or self._skipped() :]
-        seconds = sum(seconds for _, seconds in windows)
-        return sum(images for images, _ in windows) / seconds if seconds else self.overall()
-
-    def _skipped(self) -> int:
-        """Return how many of the process's first windows do not count."""
-        return 1 if self.earlier[0] or len(self.windows) > 1 else 0
+        images, seconds = _total(self.windows[self._first or self._skipped() :])
+        return images / seconds if seconds else self.overall()
 
     def overall(self) -> float:
         """Return images per second over all starts of the run; 0 if no step was timed."""
         images, seconds = self.counted()
         return images / seconds if seconds else 0.0
+
+    def _skipped(self) -> int:
+        """Return how many of the process's first windows do not count."""
+        return 1 if self.earlier[0] or len(self.windows) > 1 else 0
+
+
+def _total(windows: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    return sum(images for images, _ in windows), sum(seconds for _, seconds in windows)
