@@ -35,7 +35,9 @@ from tools.shared.output import print_table
 from tools.shared.read_runs import read_records
 from utils.errors import ExpectedError, exit_in_a_line
 
-FILES_OF_LIBRARIES = ("torchinductor_", "pymp-")  # a cache, and sockets of killed workers
+# a cache; sockets of killed workers; files that DataLoader opens as a probe when a worker has died, if the signal of the
+# death comes meanwhile
+FILES_OF_LIBRARIES = ("torchinductor_", "pymp-", "tmp")
 EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 16, 8
 SETTINGS = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "torchvision", "num_data_workers": 1, "device": "cpu",
