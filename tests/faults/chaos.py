@@ -35,8 +35,8 @@ from tools.shared.output import print_table
 from tools.shared.read_runs import read_records
 from utils.errors import ExpectedError, exit_in_a_line
 
-# a cache; sockets of killed workers; files that DataLoader opens as a probe when a worker has died, if the signal of the
-# death comes meanwhile
+# a cache; sockets of killed workers; files that DataLoader opens as a probe when a worker has died, if the signal of
+# the death comes meanwhile
 FILES_OF_LIBRARIES = ("torchinductor_", "pymp-", "tmp")
 EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 16, 8
 SETTINGS = {
