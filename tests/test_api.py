@@ -1,7 +1,6 @@
 """The Python API: its functions give what the commands give."""
 
 import json
-import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -63,11 +62,6 @@ def test_the_same_call_resumes_an_interrupted_run(run, tmp_path, monkeypatch):
     assert computed(api.train("quickstart", run_dir=tmp_path / "run", **SHORT)) == computed(run)
 
 
-def test_a_new_folder_that_starts_from_a_finished_run_trains_nothing(run, tmp_path):
-    other = api.train("quickstart", run_dir=tmp_path / "other", resume=run.folder, **SHORT)
-    assert (other.metrics, other.epochs) == ({}, [])
-
-
 def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path):
     with pytest.raises(ConfigError, match="unknown key 'batch_sise'"):
         api.train("quickstart", batch_sise=3)
@@ -85,13 +79,6 @@ def test_load_gives_the_predictions_of_the_command(run, one_rank, tmp_path):
     assert not model.training and names == list(dataset.class_names)
     torch.testing.assert_close(probabilities, torch.from_numpy(predictions.probabilities), rtol=0, atol=0)
     assert transform(pictures[0].resize((80, 50)).convert("L")).shape == (3, 32, 32)
-
-
-def test_load_warns_of_a_damaged_checkpoint(run, tmp_path):
-    shutil.copytree(run.folder, tmp_path / "run")
-    (tmp_path / "run/checkpoints/step-999999999.pt").write_bytes(b"cut")
-    with pytest.warns(UserWarning, match=r"skipped: .*step-999999999\.pt"):
-        api.load(tmp_path / "run")
 
 
 def test_evaluate_gives_the_figures_of_the_command(run, tmp_path):
