@@ -34,10 +34,13 @@ def trained(optimizer, parameters):
 
 
 def test_every_parameter_is_trained_whatever_its_dimensions(tiny):
-    parameters = [nn.Parameter(torch.zeros([2] * dimensions)) for dimensions in range(7)]
-    groups = build_optimizer(tiny(optimizer="muon", lr=0.01), parameters).param_groups
-    assert sorted(parameter.ndim for group in groups for parameter in group["params"]) == list(range(7))
-    assert [parameter.ndim for group in groups if group["orthogonalise"] for parameter in group["params"]] == [4]
+    """Only convolutions that mix channels are orthogonalised: no depthwise one, no scale."""
+    shapes = [*([2] * dimensions for dimensions in range(7)), [8, 1, 3, 3], [1, 8, 1, 1]]
+    groups = build_optimizer(
+        tiny(optimizer="muon", lr=0.01), [nn.Parameter(torch.zeros(s)) for s in shapes]
+    ).param_groups
+    assert sorted(list(parameter.shape) for group in groups for parameter in group["params"]) == sorted(shapes)
+    assert [list(p.shape) for group in groups if group["orthogonalise"] for p in group["params"]] == [[2, 2, 2, 2]]
 
 
 def start():

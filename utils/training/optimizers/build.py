@@ -88,11 +88,16 @@ def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter]) -> li
     if not config.weight_decay_bn_bias:
         vectors["weight_decay"] = 0.0
     if muon:
-        convolutions = [parameter for parameter in parameters if parameter.ndim == 4]
-        matrices = [parameter for parameter in parameters if parameter.ndim > 1 and parameter.ndim != 4]
+        convolutions = [parameter for parameter in parameters if _mixes_channels(parameter)]
+        others = [parameter for parameter in parameters if parameter.ndim > 1 and not _mixes_channels(parameter)]
         vectors["orthogonalise"] = False
-        return [{"params": convolutions}, {"params": matrices, "orthogonalise": False}, vectors]
+        return [{"params": convolutions}, {"params": others, "orthogonalise": False}, vectors]
     return [{"params": [parameter for parameter in parameters if parameter.ndim > 1]}, vectors]
+
+
+def _mixes_channels(parameter: nn.Parameter) -> bool:
+    """Whether it is a convolution's weight, but no depthwise one [C, 1, h, w] and no scale [1, C, 1, 1]."""
+    return parameter.ndim == 4 and min(parameter.shape[:2]) > 1
 
 
 def _lay_out_buffers(optimizer: torch.optim.Optimizer) -> None:

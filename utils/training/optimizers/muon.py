@@ -1,4 +1,4 @@
-"""Muon: orthogonalised updates for convolutions, AdamW for all other parameters.
+"""Muon: orthogonalised updates for convolutions that mix channels, AdamW for all other parameters.
 
 K. Jordan et al. 2024 ("Muon: an optimizer for hidden layers in neural networks"). The sizes of both updates are matched
 as in Liu et al. 2025 (arXiv:2502.16982), so one learning rate and one weight decay serve both. A convolution
