@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, check_start, meet_faults
-from tests.faults.kinds import KINDS, Fault, damage, plan_faults
+from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, meet_faults
+from tests.faults.kinds import KINDS, Fault, plan_faults
 from tests.faults.ranks import ForkedRun
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -70,37 +70,3 @@ def test_an_unexpected_end_is_reported(tmp_path, status, message, wrong):
 def test_a_start_without_a_record_is_reported(tmp_path):
     _, found = meet_one(tmp_path / "run", "75", "stopped on SIGUSR1", "start start end")
     assert found == ["2 starts in metrics.jsonl, 1 that trained"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "status", "output", "nproc", "finished", "named", "wrong"),
-    [
-        ("kill of a rank", -9, "", 1, False, True, 0),  # a killed process prints nothing
-        ("kill of a rank", -9, "", 2, False, False, 1),
-        (
-            "kill of a rank",
-            -9,
-            "error: rank 0: no answer from rank 1 (process 7)",
-            2,
-            False,
-            True,
-            0,
-        ),
-        ("USR1", 0, "", 1, True, True, 0),  # too late
-        ("USR1", 0, "", 1, False, False, 2),
-        ("write error", 1, "error: rank 1: a: cannot be written: Input/output error", 2, False, True, 0),
-        ("write error", 1, "error: rank 0: a: cannot be written: Input/output error", 2, False, False, 1),
-        ("throttled core", 1, "", 1, False, True, 1),
-    ],
-)
-def test_expectations_of_a_start(kind, status, output, nproc, finished, named, wrong):
-    is_named, problems = check_start([Fault(kind, 7, 1)], status, output, nproc, finished)
-    assert (is_named, len(problems)) == ([named], wrong), problems
-
-
-def test_a_checkpoint_is_damaged(tmp_path):
-    path = tmp_path / "step-1.pt"
-    for cut, expected in ((False, b"ab\x62d"), (True, b"ab")):
-        path.write_bytes(b"abcd")
-        damage(path, cut)
-        assert path.read_bytes() == expected

@@ -84,15 +84,6 @@ def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_ran
     assert not (tmp_path / "config.yaml.3").exists()
 
 
-def test_a_start_with_the_same_values_adds_no_file(tiny, one_rank, tmp_path):
-    for _ in range(2):
-        trainer = train.Trainer(tiny(), one_rank, tmp_path, "tiny", "auto")
-        trainer.train_one_epoch = lambda: 1 / 0
-        with pytest.raises(ZeroDivisionError):
-            trainer.train()
-    assert [path.name for path in tmp_path.glob("config*")] == ["config.yaml"]
-
-
 # ---- names from a job of Slurm
 
 ARRAY = {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}

@@ -30,8 +30,7 @@ def test_a_restarted_job_waits_for_its_earlier_start(start, capsys, monkeypatch)
     earlier = start(0, 60)
     monkeypatch.setattr(time, "sleep", lambda seconds: earlier.lock.close())
     start(1, 60).lock.close()
-    assert f"another run is writing here: {HOLDER}; wait" in (printed := capsys.readouterr().err)
-    assert printed.endswith("\nwaiting for it, up to 60 s\n")
+    assert capsys.readouterr().err == f"waiting up to 60 s for an earlier start to leave {earlier.lock.name[:-6]}\n"
 
 
 @pytest.mark.parametrize(("restarts", "patience"), [(1, 0.3), (0, 60)], ids=["too long", "first"])

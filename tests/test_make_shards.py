@@ -69,7 +69,7 @@ def test_a_failed_run_leaves_nothing(folders, tmp_path, monkeypatch, capsys):
     assert prepare_data.main(arguments) == 3
     assert "No space left on device" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "made").iterdir()] == [".shards-shards.lock"]
-    leftover = tmp_path / "made/.shards.0123abcd"  # from a killed process
+    leftover = tmp_path / "made/.shards.partial"  # from a killed process
     leftover.mkdir()
     monkeypatch.undo()
     assert prepare_data.main(arguments) == 0

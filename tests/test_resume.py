@@ -1,7 +1,6 @@
 """A run that is stopped or killed anywhere and resumed is bitwise equal to an uninterrupted run."""
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -14,7 +13,7 @@ from tests.processes import PYTHON, without_launcher
 from tests.test_train import run
 from tools.shared.interrupted_runs import compare
 from train import Trainer
-from utils.errors import ExpectedError, Stopped
+from utils.errors import Stopped
 from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint
 
 # Three epochs of 4 batches of training and 2 of validation; a log point after batches 1 and 3, so none after batch 2.
@@ -127,18 +126,6 @@ def test_an_epoch_that_an_earlier_start_trained_keeps_its_time_and_speed(tiny, o
     assert epoch["images_per_sec"] == end["images_per_sec"] == resumed.throughput.overall() == 10
 
 
-def test_the_uninterrupted_runs_cover_their_cases(whole):
-    """The learning rate changes, the plateau schedule lowers it, and the loss scaler counts."""
-    folders = {loader: whole(loader)[1] for loader in LOADERS}
-    for folder in folders.values():
-        rates = [row["learning_rate"] for row in read_records(folder, "step")]
-        assert len(set(rates)) >= 3, rates
-    last = list_checkpoints(folders[PLATEAU] / "checkpoints")[0]
-    assert read_checkpoint(last)["plateau"]["cuts"] >= 1
-    last = list_checkpoints(folders[ONECYCLE] / "checkpoints")[0]
-    assert read_checkpoint(last)["grad_scaler"]["_growth_tracker"] == 3 * BATCHES
-
-
 def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):
     """Everything after the checkpoint of step 6 is done again, its records included."""
     config, expected = whole(ONECYCLE)
@@ -155,54 +142,6 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):
     assert read_records(tmp_path, "step")[-1]["step"] == 7
     run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
-
-
-def test_interrupted_after_every_single_step(tiny, one_rank, tmp_path):
-    config = tiny(max_epochs=2, limit_train_batches=3)
-    run(config, one_rank, tmp_path / "whole")
-    interruptions = 0
-    while True:
-        trainer = Trainer(config, one_rank, tmp_path / "parts", "tiny", "auto")
-        stop(trainer, 1)
-        try:
-            trainer.train()
-            break
-        except Stopped:
-            interruptions += 1
-            if trainer.progress.batch == 3:  # a stop in validation would save the same step forever
-                run_validation(config, one_rank, tmp_path / "parts")
-    assert interruptions >= 5
-    assert_same_run(tmp_path / "parts", tmp_path / "whole")
-
-
-def run_validation(config, world, folder):
-    """Resume with the two batches of validation that are due, and stop after the next step."""
-    trainer = Trainer(config, world, folder, "tiny", "auto")
-    stop(trainer, 3)
-    try:
-        trainer.train()
-    except Stopped:
-        assert trainer.progress.batch == 1
-
-
-@pytest.mark.parametrize("resume", ["nosuch", "auto"])
-def test_a_start_that_fails_leaves_no_new_folder(tiny, one_rank, tmp_path, resume):
-    config, new = tiny(pretrained=None if resume == "nosuch" else str(tmp_path / "nosuch.pt")), tmp_path / "new"
-    for existed in (False, True):
-        if existed:
-            new.mkdir()
-        with pytest.raises(ExpectedError, match="nosuch"):
-            Trainer(config, one_rank, new, "tiny", resume).train()
-        assert new.exists() == existed
-
-
-def test_run_folder_that_is_removed_in_mid_run_is_named(tiny, one_rank, tmp_path):
-    folder = tmp_path / "run"
-    trainer = Trainer(tiny(), one_rank, folder, "tiny", "auto")
-    interrupt(trainer, 2, lambda: shutil.rmtree(folder))
-    with pytest.raises(ExpectedError, match=f"^{folder}.*cannot be written: No such file or directory"):
-        trainer.train()
-    assert not folder.exists()
 
 
 def iter_until(stream, words):

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.processes import run_job
 from utils.distributed.ranks import run_ranks
-from utils.distributed.world import World
 from utils.timing.clock import Clock
 from utils.training.checks.stragglers import SLOW_WINDOWS, StepWatch, slow_ranks
 from utils.training.metrics.confusion import Confusion, worst_classes
@@ -117,26 +116,6 @@ def test_own_time_ends_with_the_gradient_of_the_first_layer(one_rank, clock):
     watch = StepWatch(model, one_rank, running())
     epoch(watch, model, clock, waiting=3)
     assert set(watch._windows) == {5.0}
-
-
-@pytest.mark.gpu
-def test_between_log_points_the_host_never_waits_for_the_gpu():
-    device = torch.device("cuda", 0)
-    model = nn.Conv2d(3, 4, 1).to(device)
-    watch = StepWatch(model, World(0, 0, 1, device), running())
-    confusion = Confusion(4, device)
-    batches = [(torch.zeros(2, 3, 4, 4, device=device), torch.zeros(2, dtype=torch.int64, device=device))] * 3
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for images, labels in watch.batches(batches):
-            outputs = model(images).mean((2, 3))
-            outputs.sum().backward()
-            confusion.add(outputs.detach(), labels)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    watch.close_window()
-    assert watch._spans == []
 
 
 def test_worst_classes_and_their_confusions(one_rank):

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import glob
 import multiprocessing.util
 import os
 import secrets
@@ -51,9 +50,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file so that at any moment either the whole old or the whole new one exists, also after a power cut.
-
-    Raises `ExpectedError` with the file's name if it cannot be written."""
+    """Replace a file so that at any moment either the whole old or the whole new one exists, also after a power cut;
+    raise `ExpectedError` with the file's name if it cannot be written."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         write_new(temporary, content)
@@ -61,9 +59,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise ExpectedError(
-            f"{path}: cannot be written: {error.strerror}; an earlier version of the file is unchanged"
-        ) from None
+        reason = f"{error.strerror}; an earlier version of the file is unchanged"
+        raise ExpectedError(f"{path}: cannot be written: {reason}") from None
     with suppress(OSError):  # not every file system can flush a folder; the file itself is complete
         sync_folder(path.parent)
 
@@ -88,22 +85,20 @@ def name_file_in_error(
 @contextmanager
 def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
     """Yield a new folder next to `target`, for the caller to fill and rename to it, while holding `lock_file`. Remove
-    the folder if the caller did not rename it, and the folders that killed processes left.
+    the folder if the caller did not rename it, and what a killed process left in it.
 
     On a file system without locks, two processes at once do the work twice; each ends with one rename.
     """
-    lock = FileLock(lock_file)
-    with suppress(OSError, NotImplementedError):  # filelock's exceptions on a file system without locks
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            print(f"waiting for another process, which holds {lock_file}", file=sys.stderr, flush=True)
-            lock.acquire()
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    lock, partial = FileLock(lock_file), target.with_name(f".{target.name}.partial")
     try:
-        if lock.is_locked:
-            for leftover in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}"):
-                shutil.rmtree(leftover, ignore_errors=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        print(f"waiting for another process, which holds {lock_file}", file=sys.stderr, flush=True)
+        lock.acquire()
+    except (OSError, NotImplementedError):  # filelock's exceptions on a file system without locks
+        partial = target.with_name(f"{partial.name}.{secrets.token_hex(4)}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         yield partial
     finally:
@@ -115,32 +110,26 @@ def lock_folder(folder: Path) -> IO[str]:
     """Create `folder` and lock it for this process. Raises `FolderHeldError` if another run holds it.
 
     The lock file names the last job and its process: see `sign_lock`."""
-    path = folder / ".lock"
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = path.open("a+")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with lock:
-                lock.seek(0)
-                job, _, process = lock.read().partition("\n")
-            raise FolderHeldError(
-                f"{folder}: another run is writing here: {process}{f', of the job {job}' if job else ''}; wait for it "
-                "or choose another --run-dir"
-            ) from None
-        except OSError as error:
-            raise ConfigError(
-                f"{folder}: its file system cannot lock a file ({error.strerror}), so two runs could share the folder; "
-                "choose another --run-dir, or have the file system mounted with locks (Lustre: -o flock)"
-            ) from None
-        # another run may have moved the folder aside since this opened the lock file, which then is in the old folder
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                # loader workers, which outlive a killed run for some seconds, must not keep its folder locked
-                multiprocessing.util.register_after_fork(lock, lambda file: file.close())
-                return lock
-        lock.close()
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / ".lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        with lock:
+            lock.seek(0)
+            job, _, process = lock.read().partition("\n")
+        raise FolderHeldError(
+            f"{folder}: another run is writing here: {process}{f', of the job {job}' if job else ''}; wait for it "
+            "or choose another --run-dir"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: its file system cannot lock a file ({error.strerror}), so two runs could share the folder; "
+            "choose another --run-dir, or have the file system mounted with locks (Lustre: -o flock)"
+        ) from None
+    # loader workers, which outlive a killed run for some seconds, must not keep its folder locked
+    multiprocessing.util.register_after_fork(lock, lambda file: file.close())
+    return lock
 
 
 def sign_lock(lock: IO[str], job: str) -> None:

@@ -68,20 +68,16 @@ def open_run(
     job = job_name(os.environ)
     restarted = bool(job) and was_restarted(os.environ)
     with name_file_in_error(folder), ExitStack() as undo:
-        if not os.path.exists(folder):
-            undo.callback(_remove_new, folder)
         lock = undo.enter_context(_lock_in_time(folder, patience if restarted else 0.0))
         lock.seek(0)
         earlier_job = lock.read().partition("\n")[0]
         again = restarted and earlier_job == job
         sign_lock(lock, earlier_job)
         source = _find_source(checkpoints, "auto" if again else resume, notes)
-        pretrained, path, state = None, None, None
-        if source is None:
-            pretrained, note = read_pretrained() or (None, "")
-            notes += [note] if note else []
-        else:
-            path, state, _ = source
+        path, state, _ = source or (None, None, None)
+        pretrained, note = (None if source else read_pretrained()) or (None, "")
+        notes += [note] if note else []
+        if path is not None and state is not None:
             automatic = resume == "auto" and not again
             notes += fit.check_settings(path, state["config"], config, automatic=automatic)
             fit.check_data(path, state["data"], data)
@@ -102,26 +98,19 @@ def open_run(
     return OpenedRun(lock, state, path, pretrained, notes, reached)
 
 
-def _remove_new(folder: Path) -> None:
-    """Remove a folder that holds only its lock."""
-    with suppress(OSError):
-        (folder / ".lock").unlink()
-        folder.rmdir()
-
-
 def _lock_in_time(folder: Path, patience: float) -> IO[str]:
     """Lock the folder. An earlier start of a restarted job may still hold it: one that is cut off from the other ranks
     and from the scheduler. It ends some time later."""
-    began = time.monotonic()
-    while True:
-        try:
+    end = time.monotonic() + patience
+    with suppress(FolderHeldError):
+        return lock_folder(folder)
+    if patience:
+        print(f"waiting up to {patience:g} s for an earlier start to leave {folder}", file=sys.stderr, flush=True)
+    while time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+        with suppress(FolderHeldError):
             return lock_folder(folder)
-        except FolderHeldError as held:
-            if (waited := time.monotonic() - began) >= patience:
-                raise
-            if waited < POLL_SECONDS:
-                print(f"{held}\nwaiting for it, up to {patience:g} s", file=sys.stderr, flush=True)
-            time.sleep(POLL_SECONDS)
+    return lock_folder(folder)
 
 
 def _find_source(checkpoints: Path, resume: str, notes: list[str]) -> tuple[Path, State, State | None] | None:
@@ -183,36 +172,27 @@ def _adopt(folder: Path, path: Path, state: State, best: State | None) -> None:
 
 def _set_aside(path: Path) -> Path:
     """Rename a file or folder to the first free NAME.1, NAME.2 ... and return the new path."""
-    return path.rename(_free_name(path))
-
-
-def _free_name(path: Path) -> Path:
-    """Return the first of PATH.1, PATH.2 ... that does not exist."""
     names = (Path(f"{path}.{number}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def write_description(folder: Path, config: BaseConfig, config_name: str, environment: dict[str, Any]) -> None:
     """Write environment.json and config.yaml, a block that can be run again. If an earlier start had another
     configuration, it is kept as config.yaml.1, config.yaml.2 ..."""
     path, content = folder / "config.yaml", f"{config_name}:\n{textwrap.indent(render(config), '  ')}".encode()
-    if path.exists() and (earlier := path.read_bytes()) != content:
-        write_atomically(_free_name(path), earlier)
+    if path.exists() and path.read_bytes() != content:
+        _set_aside(path)
     write_atomically(path, content)
     write_atomically(folder / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
 
 
 def _cut_records(path: Path, step: int, epoch: int) -> None:
     """Keep the records of a metrics.jsonl up to `step` and the finished `epoch`, as all after it is trained again, and
-    the kinds of ALWAYS_KEPT.
+    the kinds of ALWAYS_KEPT. The last dropped record of each start is kept as "lost", with its position and times only.
 
     The record of an epoch, or of the run's end, has the step of the epoch's last batch, as has a checkpoint written
-    before or during the epoch's validation: the epoch counts, too. The last dropped record of
-    each start is kept as "lost", with its position and times only."""
-    if not path.exists():
-        return
-    kept: list[dict[str, Any]] = []
-    lost: list[dict[str, Any]] = []  # the last dropped record of the current start
+    before or during the epoch's validation: the epoch counts, too."""
+    kept, lost = list[dict[str, Any]](), list[dict[str, Any]]()  # lost: the last dropped record of the current start
     for record in _records(path):
         if record["kind"] in STARTS:
             kept += lost
@@ -223,7 +203,8 @@ def _cut_records(path: Path, step: int, epoch: int) -> None:
             lost = []
         else:
             lost = [{"kind": "lost"} | {key: record[key] for key in ("epoch", "step", "clock_seconds")}]
-    write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept + lost).encode())
+    if kept or lost:
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept + lost).encode())
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
