@@ -353,8 +353,6 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
     `when_saved` is called when training has finished, or has stopped on request, and everything is saved.
     `clock` is the clock of this process."""
     config = arguments.config
-    if arguments.dry_run:
-        sys.dont_write_bytecode = True  # a dry run writes no file, also no __pycache__ of the user's code
 
     def run(world: World) -> None:
         fetch = not arguments.dry_run

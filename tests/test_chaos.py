@@ -65,8 +65,3 @@ def test_an_unexpected_end_is_reported(tmp_path, status, message, wrong):
     met, found = meet_one(tmp_path / "run", str(status), message, "start end")
     assert [problem.split(":")[0] for problem in found] == [problem.split(":")[0] for problem in wrong]
     assert [(fault.kind, named) for fault, named in met] == [("USR1", "SIGUSR1" in message)]
-
-
-def test_a_start_without_a_record_is_reported(tmp_path):
-    _, found = meet_one(tmp_path / "run", "75", "stopped on SIGUSR1", "start start end")
-    assert found == ["2 starts in metrics.jsonl, 1 that trained"]

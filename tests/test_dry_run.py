@@ -1,6 +1,5 @@
 """--dry-run: its memory estimate, several ranks, and that it leaves no files."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,15 +66,3 @@ def test_a_dry_run_without_data_downloads_nothing_and_leaves_no_file(tiny, tmp_p
     assert "CIFAR-100 is not in deep/data" in said.err
     assert "tools.prepare_data --dataset cifar100 --data_path deep/data" in said.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_dry_run_leaves_nothing_beside_the_users_code(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    code = "from models.resnet import SmallResNet\n\ndef build(num_classes):\n    return SmallResNet(1, num_classes)\n"
-    (tmp_path / "net_of_a_dry_run.py").write_text(code)
-    config = tiny(model="net_of_a_dry_run:build")
-    assert train.main(Arguments(config, "tiny", Path("expts/tiny"), "auto", dry_run=True)) == 0
-    assert "net_of_a_dry_run:build" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["net_of_a_dry_run.py"]

@@ -55,13 +55,10 @@ def test_a_run_starts_from_the_weights_of_a_file(tiny, one_rank, tmp_path, other
 
 def test_half_precision_weights_and_the_average_start_from_them_too(tiny, one_rank, tmp_path, other):
     torch.save(other, tmp_path / "weights.pth")
-    trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), opt_level="O2"), one_rank, tmp_path / "O2")
-    trainer._open_folder()
-    assert_equal(trainer.learner.weights.state_dict(), other)  # the float32 masters
-    assert torch.equal(trainer.learner.model.state_dict()["conv1.weight"], other["conv1.weight"].bfloat16())
-    trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), ema_decay=0.9), one_rank, tmp_path / "average")
-    trainer._open_folder()
-    assert_equal(trainer.learner.validated.state_dict(), other)
+    for change, name in (({"opt_level": "O2"}, "weights"), ({"ema_decay": 0.9}, "validated")):  # the float32 masters
+        trainer = Trainer(tiny(pretrained=str(tmp_path / "weights.pth"), **change), one_rank, tmp_path / name)
+        trainer._open_folder()
+        assert_equal(getattr(trainer.learner, name).state_dict(), other)
 
 
 def test_training_starts_from_the_file_and_a_resumed_run_does_not_need_it(tiny, one_rank, tmp_path, other):
@@ -134,17 +131,14 @@ def test_a_file_that_does_not_fit_is_refused_with_the_differences(tiny, one_rank
 
 
 def test_damaged_files_are_refused(tiny, one_rank, tmp_path, other):
-    save_file(other, tmp_path / "weights.safetensors")
-    content = (tmp_path / "weights.safetensors").read_bytes()
-    (tmp_path / "weights.safetensors").write_bytes(content[:-100])
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_pretrained(str(tmp_path / "weights.safetensors"), other, 10)
     Trainer(tiny(max_epochs=1), one_rank, tmp_path / "earlier").train()
-    path = tmp_path / "earlier/checkpoints/best.pt"
-    *kept, last = path.read_bytes()
-    path.write_bytes(bytes([*kept, last ^ 1]))
-    with pytest.raises(CheckpointError, match="is damaged"):
-        read_pretrained(str(path), other, 10)
+    weights, best = tmp_path / "weights.safetensors", tmp_path / "earlier/checkpoints/best.pt"
+    save_file(other, weights)
+    for path, message in ((weights, "cannot be read"), (best, "is damaged")):
+        *kept, last = path.read_bytes()
+        path.write_bytes(bytes([*kept, last ^ 1] if path == best else kept))
+        with pytest.raises(CheckpointError, match=message):
+            read_pretrained(str(path), other, 10)
 
 
 def train_pretrained(folder: Path, *, dry_run: bool) -> int:

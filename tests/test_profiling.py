@@ -45,8 +45,6 @@ def test_the_summary_is_in_the_log_and_in_a_file(profiled):
     summary = (profiled / "profile/summary.txt").read_text()
     log = (profiled / "train.log").read_text()
     assert all(line in log for line in summary.splitlines())
-    rows = [json.loads(line) for line in (profiled / "metrics.jsonl").read_text().splitlines()]
-    assert max(row["step"] for row in rows) == 2 * ITERATIONS, "every epoch of a profiled run is short"
     assert f"Profile of {ITERATIONS} iterations" in summary
     for word in (*(set(RANGES) - {"graph replay"}), "aten::", "layout transposes", "waiting for input"):
         assert word in summary

@@ -65,12 +65,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         sync_folder(path.parent)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of killed writers. Only the process that holds the run's lock may call this."""
-    for temporary in folder.glob(".*.tmp"):
-        temporary.unlink(missing_ok=True)
-
-
 @contextmanager
 def name_file_in_error(
     folder: str | Path, problem: str = "cannot be used", remedy: str = "", kind: type[ExpectedError] = ExpectedError

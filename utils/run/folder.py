@@ -22,7 +22,7 @@ from torch import Tensor
 from utils.base_config import BaseConfig, render
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError
-from utils.files import FolderHeldError, lock_folder, name_file_in_error, remove_leftovers, sign_lock, write_atomically
+from utils.files import FolderHeldError, lock_folder, name_file_in_error, sign_lock, write_atomically
 from utils.run.checkpoint import fit
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.pretrained import Pretrained
@@ -83,7 +83,8 @@ def open_run(
             fit.check_data(path, state["data"], data)
             fit.check_tensors_fit(path, state, learner.model.state_dict(), learner.optimizer)
         if path is not None and path.parent.resolve() == checkpoints.resolve():
-            remove_leftovers(checkpoints)
+            for temporary in checkpoints.glob(".*.tmp"):  # of killed writers
+                temporary.unlink(missing_ok=True)
         elif checkpoints.exists() or (folder / "metrics.jsonl").exists():
             target = folder.resolve() if folder.is_symlink() else folder  # the link stays and leads to the new run
             notes.append(f"The earlier run in {folder} is now in {_set_aside(target)}")

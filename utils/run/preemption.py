@@ -28,12 +28,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopRequests:
-    """Requests to stop, polled by every rank after the same batch.
-
-    With several ranks, the all-reduce started after one batch is read after the next, when it has finished, so no rank
-    waits. If a batch takes most of `POLL_SECONDS`, each is followed by an all-reduce and waits for it: a short time in
-    comparison.
-    """
+    """Requests to stop, polled by every rank after the same batch. The all-reduce started after one batch is read after
+    the next, when it has finished, so no rank waits; but after each batch if one takes most of `POLL_SECONDS`."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -105,10 +101,9 @@ def listen(requests: StopRequests) -> Iterator[None]:
         if requests.signal is None:
             requests.signal, requests.signal_time = number, now
             if requests.world.is_main:
+                text = b"\nasked to stop: stopping after this step; Ctrl-C again stops at once, without saving\n"
                 with suppress(OSError):  # the terminal may be closed
-                    os.write(
-                        2, b"\nasked to stop: stopping after this step; Ctrl-C again stops at once, without saving\n"
-                    )
+                    os.write(2, text)
 
     before = {number: signal.signal(number, remember) for number in SIGNALS}
     try:

@@ -79,8 +79,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if known and state["format"] == FORMAT:
         return state
     raise CheckpointError(
-        f"{path}: is not a checkpoint of this version (format {FORMAT}); use the version that wrote it, or start a new "
-        "run with --resume never or another --run-dir"
+        f"{path}: is not a checkpoint of this version (format {FORMAT}); use the one that wrote it, or --resume never"
     )
 
 
@@ -125,10 +124,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_good(folder: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
-    """Return (path, state, complaints): the newest intact checkpoint, and what was wrong with newer ones.
-
-    Only damaged ones are skipped. An intact one of another version of this program raises its `CheckpointError`.
-    """
+    """Return (path, state, complaints): the newest intact checkpoint, and what was wrong with damaged newer ones. An
+    intact one of another version of this program raises its `CheckpointError`."""
     complaints: list[str] = []
     for path in list_checkpoints(folder):
         try:

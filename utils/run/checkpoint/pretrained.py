@@ -37,8 +37,8 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes
     saved = _decode(path, content)
     head = _find_head(saved, network, num_classes)
     weights = {name: weight for name, weight in saved.items() if name not in head}
-    expected = {name: weight for name, weight in network.items() if name not in head}
-    expected = {name: weight for name, weight in expected.items() if name in saved or not name.endswith(COUNTERS)}
+    optional = {*head, *(name for name in network if name.endswith(COUNTERS) and name not in saved)}
+    expected = {name: weight for name, weight in network.items() if name not in optional}
     if problems := tensor_problems(weights, expected):
         raise CheckpointError(
             f"pretrained {path}: does not fit this network: {shorten(problems)}\n"
@@ -74,7 +74,5 @@ def _find_head(saved: Mapping[str, Tensor], network: Mapping[str, Tensor], num_c
     network; [] if any other shape differs."""
     differing = [name for name in network if name in saved and saved[name].shape != network[name].shape]
     rows = {saved[name].shape[:1] for name in differing}
-    is_head = all(
-        saved[name].ndim and network[name].shape == (num_classes, *saved[name].shape[1:]) for name in differing
-    )
-    return differing if len(rows) == 1 and is_head else []
+    is_head = all(network[name].shape == (num_classes, *saved[name].shape[1:]) for name in differing)
+    return differing if len(rows) == 1 and all(rows) and is_head else []

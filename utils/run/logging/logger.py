@@ -62,10 +62,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self.has_bar = self.to_screen and sys.stdout.isatty() and OPEN_MPI.world_size not in os.environ
         return self
 
-    def say(self, message: str) -> None:
-        """Write a line to the log and the screen."""
-        self._log(message)
-        self._print(message)
+    def say(self, message: str, *, above_bar: bool = True) -> None:
+        """Write a line to train.log and the screen. A progress bar omits its time, or the line unless `above_bar`."""
+        line = self._log(message, "INFO")
+        if self.has_bar and above_bar:
+            self._write_screen(f"\r{CLEAR_LINE}{message}\n")
+        elif line and self.to_screen and not self.has_bar:
+            self._write_screen(line)
 
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
         """Reuse the progress bar for the next loop over `total` batches."""
@@ -86,21 +89,15 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         except (OSError, UnicodeError):  # a full disk, another encoding: train.log has the line
             reader_is_gone(sys.stdout)  # as after `| head`: the rest of the output is dropped
 
-    def _log(self, message: str, level: str = "INFO", *, to_screen: bool = True) -> None:
-        """Write a line with time and level to train.log and, unless there is a progress bar, the screen."""
+    def _log(self, message: str, level: str) -> str:
+        """Write a line with time and level to train.log and return it; without the file, return an empty one."""
         if self._log_file is None:
-            return
+            return ""
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S,%f}"[:-3] + f" - {level} - {message}\n"
         with name_file_in_error(self.folder, UNWRITABLE):
             self._log_file.write(line)
             self._log_file.flush()
-        if self.to_screen and to_screen and not self.has_bar:
-            self._write_screen(line)
-
-    def _print(self, message: str) -> None:
-        """Print a line above the progress bar, if there is one."""
-        if self.has_bar:
-            self._write_screen(f"\r{CLEAR_LINE}{message}\n")
+        return line
 
     def log_start(self, epoch: int, batch: int, step: int, resumed_from: Path | None, world_size: int) -> None:
         """Record that the run starts, or resumes from a checkpoint, at this position."""
@@ -124,8 +121,9 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         """Record a log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec,
         ...; `left`: seconds to the end of the run, if known; `images`: the batch as it was trained."""
         rate, loss, self._left = significant(values["images_per_sec"]), values["loss"], time_left(left)
-        self._log(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate}")
-        self._log(f"step {step}  loss {loss:.4f}  lr {significant(values['learning_rate'])}{self._left}")
+        learning_rate = significant(values["learning_rate"])
+        self.say(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate}", above_bar=False)
+        self.say(f"step {step}  loss {loss:.4f}  lr {learning_rate}{self._left}", above_bar=False)
         self._info = f"  loss {loss:.3f}  {rate} images/s"
         self._record("step", epoch=epoch, step=step, **values)
         if images is not None:
@@ -136,8 +134,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         loss/valid and acc1/valid; `left`: seconds to the end of the run, if known."""
         self._left = time_left(left)
         parts = [part for part in ("train", "valid") if f"acc1/{part}" in values]
-        self._log(f"Time taken for epoch {epoch} is {significant(values['epoch_seconds'])} sec")
-        self._log(", ".join(f"{part} acc1={values[f'acc1/{part}']:.4f}" for part in parts))
+        self.say(f"Time taken for epoch {epoch} is {significant(values['epoch_seconds'])} sec", above_bar=False)
+        self.say(", ".join(f"{part} acc1={values[f'acc1/{part}']:.4f}" for part in parts), above_bar=False)
         shown = [f"{part} loss {values[f'loss/{part}']:.4f} acc1 {values[f'acc1/{part}']:6.2%}" for part in parts]
         names = ("learning_rate", "images_per_sec", "epoch_seconds")
         rate, speed, seconds = (significant(values[name], 3) for name in names)
@@ -211,7 +209,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         with suppress(ExpectedError):
             if not isinstance(error, ExpectedError | KeyboardInterrupt):
                 reason += "\n" + "".join(traceback.format_exception(error)).rstrip()
-            self._log(f"ended by {reason}", "INFO" if isinstance(error, Stopped) else "ERROR", to_screen=False)
+            self._log(f"ended by {reason}", "INFO" if isinstance(error, Stopped) else "ERROR")
 
 
 def significant(number: float, digits: int = 4) -> str:
