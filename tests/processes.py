@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable  # a fresh interpreter; during tests sys.executable is forked_python.py
@@ -18,8 +17,7 @@ LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI", "MPI_", "TORCHELASTIC_", "MASTER_
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """Exit status and output of one process."""
 
     status: int
@@ -36,11 +34,8 @@ def free_port() -> int:
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment without launchers' variables, so that tests also run inside a Slurm job."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if not name.startswith(LAUNCHER_PREFIXES) and name not in LAUNCHER_NAMES
-    }
+    kept = [name for name in environment if not name.startswith(LAUNCHER_PREFIXES) and name not in LAUNCHER_NAMES]
+    return {name: environment[name] for name in kept}
 
 
 def torchrun_variables(rank: int, world_size: int, port: int, **others: str) -> dict[str, str]:
@@ -76,19 +71,12 @@ class Job:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        return [
-            Ended(process.returncode, _read(own / "stdout"), _read(own / "stderr"))
-            for process, own in zip(self.processes, self.folders, strict=True)
-        ]
+        texts = [[(own / name).read_text(errors="replace") for name in ("stdout", "stderr")] for own in self.folders]
+        return [Ended(process.returncode, *both) for process, both in zip(self.processes, texts, strict=True)]
 
 
 def run_job(
-    folder: Path,
-    world_size: int,
-    function: Callable[..., int],
-    *arguments: Any,
-    timeout: float = 150,
-    **variables: str,
+    folder: Path, world_size: int, function: Callable[..., int], *arguments: Any, timeout: float = 150, **variables: str
 ) -> list[Ended]:
     """Run `function(*arguments)` as every rank of one run, with more environment variables."""
     port = free_port()
@@ -117,10 +105,6 @@ def complaints(ended: list[Ended]) -> list[str]:
     lines = [line for process in ended for line in process.errors.splitlines()]
     native = re.compile(r"(\[rank\d+\]:)?\[[WE]\d+|Exception raised from|frame #|<omitting|$")
     return [line for line in lines if not native.match(line)]
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace")
 
 
 if __name__ == "__main__":

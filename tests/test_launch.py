@@ -90,23 +90,17 @@ def test_invalid_variables_are_named(environment, message):
         find_launch(environment)
 
 
-@pytest.mark.parametrize(
-    ("node_list", "host"),
-    [
-        ("node1,node2", "node1"),
-        ("gpu[9,03-05],cpu1", "gpu9"),
-        ("rack[2-3]n[07-09]", "rack2n07"),
-        ("gpu[1-2].cluster.local,x", "gpu1.cluster.local"),
-    ],
-)
-def test_first_host_of_a_node_list(node_list, host):
-    assert first_host(node_list) == host
-
-
-@pytest.mark.parametrize(("node", "tasks"), [(0, 4), (1, 4), (2, 3)])
-def test_tasks_of_each_node_in_slurms_notation(node, tasks):
-    ranks = {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": str(node)}
-    assert find_launch(SRUN | ranks).local_world_size == tasks
+def test_nodes_and_tasks_in_slurms_notation():
+    hosts = {
+        "node1,node2": "node1",
+        "gpu[9,03-05],cpu1": "gpu9",
+        "rack[2-3]n[07-09]": "rack2n07",
+        "gpu[1-2].cluster.local,x": "gpu1.cluster.local",
+    }
+    assert {nodes: first_host(nodes) for nodes in hosts} == hosts
+    for node, tasks in (("0", 4), ("1", 4), ("2", 3)):
+        ranks = {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": node}
+        assert find_launch(SRUN | ranks).local_world_size == tasks
 
 
 def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypatch):
@@ -127,13 +121,9 @@ def test_names_of_ranks():
     assert [name_ranks(ranks) for ranks in ([3], [7, 1, 2, 3], [0, 1])] == ["rank 3", "ranks 1-3, 7", "ranks 0, 1"]
 
 
-def test_restarts_are_recognised():
-    assert not was_restarted({"TORCHELASTIC_RESTART_COUNT": "0"})
-    assert was_restarted({"TORCHELASTIC_RESTART_COUNT": "2"})
-    assert was_restarted({"SLURM_RESTART_COUNT": "1"})
-
-
 def test_a_job_keeps_its_name_when_it_is_restarted():
+    assert was_restarted({"TORCHELASTIC_RESTART_COUNT": "2"}) and was_restarted({"SLURM_RESTART_COUNT": "1"})
+    assert not was_restarted({"TORCHELASTIC_RESTART_COUNT": "0"})
     assert job_name({}) == ""
     assert job_name({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}) == "7"
     assert job_name({"TORCHELASTIC_RUN_ID": "abc"}) == "abc"
@@ -141,19 +131,14 @@ def test_a_job_keeps_its_name_when_it_is_restarted():
     name = job_name({"TORCHELASTIC_RUN_ID": "none"})
     assert name == job_name({"TORCHELASTIC_RUN_ID": "none"}) and name.startswith(f"torchrun {os.getppid()} ")
     code = "import os; from utils.distributed.launch import job_name; print(job_name(os.environ))"
-    command = ["sh", "-c", f"{PYTHON} -c '{code}'; true"]
-    other = launch(*command, TORCHELASTIC_RUN_ID="none")
-    assert other.stdout.startswith("torchrun ") and other.stdout.strip() != name
+    other = launch("sh", "-c", f"{PYTHON} -c '{code}'; true", TORCHELASTIC_RUN_ID="none").stdout.strip()
+    assert other.startswith("torchrun ") and other != name
 
 
 @pytest.mark.parametrize(
     ("own_cores", "all_cores", "variable", "threads"),
-    [
-        (4, 16, None, 4),  # the launcher bound each of four ranks to a quarter of the cores
-        (16, 16, None, 4),
-        (2, 2, None, 1),
-        (16, 16, "3", None),  # the user or torchrun decides
-    ],
+    # the launcher bound each of four ranks to a quarter of the cores; they share them; the user or torchrun decides
+    [(4, 16, None, [4]), (16, 16, None, [4]), (2, 2, None, [1]), (16, 16, "3", [])],
 )
 def test_ranks_of_a_machine_share_its_cores(monkeypatch, own_cores, all_cores, variable, threads):
     chosen: list[int] = []
@@ -164,7 +149,7 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch, own_cores, all_cores, v
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     utils.distributed.ranks._set_threads(4)
-    assert chosen == ([] if threads is None else [threads])
+    assert chosen == threads
 
 
 def test_page_and_script_restrict_torchrun_to_the_loopback_like_the_tools():
@@ -191,10 +176,9 @@ def action(world):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os._exit(1)
     ranks = world.all_gather(os.getpid())
-    tables = [table.read_text().splitlines()[1:] for table in Path("/proc/net").glob("tcp*")]
-    rows = [row.split() for table in tables for row in table]
+    rows = [row.split() for table in Path("/proc/net").glob("tcp*") for row in table.read_text().splitlines()[1:]]
     listening = {f"socket:[{row[9]}]": row[1].split(":")[0] for row in rows if row[3] == "0A"}
-    opened = {link for pid in (os.getppid(), *ranks) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    opened = [link for pid in (os.getppid(), *ranks) for link in Path(f"/proc/{pid}/fd").iterdir()]
     if world.is_main:
         targets = {os.readlink(link) for link in opened if os.path.lexists(link)}
         print(*sorted({listening[target] for target in targets & listening.keys()}))
@@ -225,11 +209,12 @@ def launch(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("store", ["torchrun's", "rank 0's"])
 def test_starting_ranks_end_when_torchrun_is_killed(tmp_path, store):
     command, variables = torchrun_here(2, tmp_path / "rendezvous")
-    options = command[3:] if store == "rank 0's" else ["--standalone", "--nproc_per_node=2"]
+    if store == "torchrun's":
+        command, variables = [*command[:3], "--standalone", "--nproc_per_node=2"], {}
     agent = subprocess.Popen(
-        [PYTHON, "-m", "torch.distributed.run", *options, *SHORT, "--run-dir", str(tmp_path / "run")],
+        [PYTHON, *command[1:], *SHORT, "--run-dir", str(tmp_path / "run")],
         cwd=ROOT,
-        env=without_launcher(os.environ) | (variables if store == "rank 0's" else {}),
+        env=without_launcher(os.environ) | variables,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -252,37 +237,34 @@ def have_torch(processes: list[str]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_torchrun_can_be_restricted_to_the_loopback(tmp_path):
-    """Also after a restart of its ranks. A plain torchrun listens on all interfaces. GLOO_SOCKET_IFNAME restricts
-    gloo's sockets."""
+    """Also after a restart of its ranks. GLOO_SOCKET_IFNAME restricts gloo's sockets."""
     script = tmp_path / "listeners.py"
     script.write_text(LISTENERS)
     start, variables = torchrun_here(2, tmp_path / "rendezvous")
-    plain = [word for word in start if not word.startswith("--rdzv")]
-    addresses = []
-    for command, added in ((plain, {}), (start, variables)):
+    for command, added in (([word for word in start if not word.startswith("--rdzv")], {}), (start, variables)):
         finished = launch(*command, "--max-restarts=1", str(script), GLOO_SOCKET_IFNAME="lo", **added)
         assert finished.returncode == 0, finished.stderr
-        addresses.append(finished.stdout.split())
-    assert {"0" * 8, "0" * 32} & set(addresses[0])
-    assert addresses[1] == ["0100007F"]  # 127.0.0.1
+        addresses = finished.stdout.split()
+        if added:
+            assert addresses == ["0100007F"]  # 127.0.0.1
+        else:  # a plain torchrun listens on all interfaces
+            assert {"0" * 8, "0" * 32} & set(addresses)
 
 
 def test_torchruns_summary_shows_the_message_of_the_rank(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     utils.distributed.ranks._report_to_torchrun("error: rank 1: no data")
-    content = json.loads((tmp_path / "error.json").read_text())
-    assert content["message"]["message"] == "error: rank 1: no data"
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "error: rank 1: no data"
 
 
 @pytest.mark.slow
 def test_mpirun_of_open_mpi(tmp_path):
     mpirun = shutil.which("mpirun.openmpi") or shutil.which("mpirun")
-    version = launch(mpirun, "--version").stdout if mpirun else ""
-    if mpirun is None or not re.search("OpenRTE|Open MPI", version):
+    if mpirun is None or not re.search("OpenRTE|Open MPI", launch(mpirun, "--version").stdout):
         pytest.skip("no mpirun of Open MPI here (Debian: openmpi-bin)")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    run_dir = ["--run-dir", str(tmp_path / "run")]
-    ended = launch(mpirun, *root, "--oversubscribe", "-n", "2", sys.executable, *SHORT, *run_dir)
+    program = [sys.executable, *SHORT, "--run-dir", str(tmp_path / "run")]
+    ended = launch(mpirun, *root, "--oversubscribe", "-n", "2", *program)
     assert ended.returncode == 0, ended.stderr
     assert "128 = 2 rank(s) x 1 accumulated x 64 images" in ended.stdout
 
