@@ -85,7 +85,7 @@ def test_a_run_that_hangs_is_ended_and_reported(tmp_path, scripted, capsys):
     )
     assert main([*ARGUMENTS, "--timeout=2", "--seed=5", f"--work-dir={tmp_path}"]) == 1
     out = capsys.readouterr().out
-    assert "verdict: FAILED" in out and "so it may hang; the end of its output:\ngoing" in out and "--seed 5" in out
+    assert "verdict: NOT EQUAL" in out and "may hang; its output ends:\ngoing" in out and "--seed 5" in out
     (work,) = tmp_path.glob("verify-resume-*")
     assert interrupted_runs.find_processes(work / "uninterrupted") == []
 
@@ -105,13 +105,9 @@ sys.exit(train.main(parse_arguments()))
 def test_a_start_that_does_not_resume_is_detected(tiny, one_rank, tmp_path, scripted):
     Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "auto").train()
     job = RunCommand([*ARGUMENTS, *QUICK], nproc=1, timeout=120, end=time.monotonic() + 240)
-    for text, message in (
-        ("import os, sys\nos.mkdir(sys.argv[-1].partition('=')[2] + '.1')", "moved its good checkpoint aside"),
-        (FORGETFUL, "a start did not resume from its good checkpoint"),
-    ):
-        scripted(text)
-        with pytest.raises(ExpectedError, match=message):
-            train_and_kill(job, tmp_path / "run", None, random.Random(0))
+    scripted(FORGETFUL)
+    with pytest.raises(ExpectedError, match="a start did not resume from its good checkpoint"):
+        train_and_kill(job, tmp_path / "run", None, random.Random(0))
 
 
 def test_a_configuration_error_is_reported_before_anything_starts(monkeypatch, capsys):
@@ -130,4 +126,4 @@ def test_killed_runs_equal_the_uninterrupted_one(nproc, kills, tmp_path, monkeyp
     out = capfd.readouterr().out
     assert status == 0 and "verdict: EQUAL" in out and f"{kills} kills over" in out, out
     assert list(tmp_path.iterdir()) == []
-    assert kills < 5 or re.search(r"^[1-9]\d* starts resumed from a checkpoint$", out, re.MULTILINE), out
+    assert kills < 5 or re.search(r"; [1-9]\d* starts resumed from a checkpoint$", out, re.MULTILINE), out

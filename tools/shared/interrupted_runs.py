@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +41,12 @@ class RunCommand:
         """Start the run; return its `subprocess.Popen`, or an object with the same `poll`, `wait` and `returncode`.
 
         Its processes, orphans too, are identified by their standard output."""
-        launcher, more = [sys.executable], dict[str, str]()
-        if self.nproc > 1:
-            rendezvous = folder.with_name(f"{folder.name}.rendezvous")
-            rendezvous.unlink(missing_ok=True)  # from the previous start, whose ranks are dead
-            launcher, more = torchrun_here(self.nproc, rendezvous)
-        command = [*launcher, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"]
+        rendezvous = folder.with_name(f"{folder.name}.rendezvous")
+        rendezvous.unlink(missing_ok=True)  # from the previous start, whose ranks are dead
+        launcher, more = torchrun_here(self.nproc, rendezvous) if self.nproc > 1 else ([sys.executable], {})
+        command, env = [*launcher, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], {**environment, **more}
         with output.open("wb") as file:
-            return subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env={**environment, **more}, start_new_session=True
-            )
+            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
 class Attempt:
@@ -72,8 +67,7 @@ class Attempt:
             if self.process.poll() is not None:
                 return False
             if time.monotonic() > self.deadline:
-                limits = "longer than --timeout or --total-timeout, so it may hang"
-                raise ExpectedError(f"{limits}; the end of its output:\n{self.end_of_output()}")
+                raise ExpectedError(f"a run takes too long and may hang; its output ends:\n{self.end_of_output()}")
             time.sleep(pause)
         return True
 
@@ -114,17 +108,16 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
     """Return the differences between two finished runs, at most 20."""
     from utils.run.checkpoint.io import newest_good, read_checkpoint
 
-    sides = []
-    for folder in (uninterrupted, killed):
-        state = newest_good(folder / "checkpoints")[1] or {}
-        best = read_checkpoint(folder / "checkpoints/best.pt")
+    def read(folder: Path) -> dict[str, Any]:
+        state, best = newest_good(folder / "checkpoints")[1] or {}, read_checkpoint(folder / "checkpoints/best.pt")
         records = read_records(folder / METRICS, *KINDS)
-        sides.append({
+        return {
             METRICS: [{key: value for key, value in row.items() if key not in MEASURED} for row in records],
             **{key: state[key] for key in sorted(state.keys() - {"seconds", "timing", "versions"})},
             **{f"{key} of best.pt": best[key] for key in ("model", "epoch")},
-        })  # fmt: skip
-    return list(islice(_differences("", *sides), 20))
+        }
+
+    return list(_differences("", read(uninterrupted), read(killed)))[:20]
 
 
 def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
@@ -161,11 +154,7 @@ def find_processes(folder: Path) -> list[int]:
 
 def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:
     """Add the options of commands that interrupt runs; `timeout`: seconds of one start."""
-    seed, text = random.randrange(10**6), "of the random choices (default: random, and printed)"
-    parser.add_argument("--seed", type=int, default=seed, metavar="S", help=text)
-    for option, default, what in (("--timeout", timeout, "one start"), ("--total-timeout", 86400.0, "everything")):
-        help_text = f"limit of {what} (default: {default:g})"
-        parser.add_argument(option, type=seconds, default=default, metavar="SECONDS", help=help_text)
-    parser.add_argument(
-        "--work-dir", type=path_argument, metavar="DIR", help="folder for the runs (default: temporary)"
-    )
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the random choices")
+    parser.add_argument("--timeout", type=seconds, default=timeout, help="seconds of one start (default: %(default)g)")
+    parser.add_argument("--total-timeout", type=seconds, default=86400.0, help="seconds of all (default: %(default)g)")
+    parser.add_argument("--work-dir", type=path_argument, help="folder for the runs (default: a temporary one)")
