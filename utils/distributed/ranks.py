@@ -237,6 +237,9 @@ class Peers:
         store, timeout = dist.PrefixStore("group", self._store), timedelta(seconds=self._timeout)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
         self._limit = max(self._timeout, SHORTEST_SECONDS)
+        # a connection of the thread; opened before `new_group`, which rank 0 must still reach: a rank 0 that is stopped
+        # later never answers
+        self._store_of_thread = self._store.clone()
         patience = timedelta(seconds=UNREACHABLE * self._limit)
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)  # type: ignore[assignment]
         self._thread.start()
@@ -272,7 +275,7 @@ class Peers:
         check_devices(places)
 
     def _watch(self) -> None:
-        store = self._store.clone()  # a connection of this thread
+        store = self._store_of_thread
         try:
             failure = self._follow(store)
         except Exception as error:  # of gloo or of the store
