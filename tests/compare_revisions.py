@@ -49,7 +49,7 @@ class Run:
 
 SHAPES = {"dataset": "shapes", "num_classes": 10, "data_loader": "device", "model": "resnet8"}
 SHORT = {"limit_train_batches": 10, "limit_valid_batches": 4, "max_epochs": 3, "log_freq": 4, "enable_amp": False}
-ONEDNN = {"fuse_norm_relu": False, "conv_weight_products": False, "conv_winograd": False}
+ONEDNN = {"fuse_norm_relu": False, "cpu_kernels": False}
 SMALL_IMAGES = {"progressive_image_sizes": [[16, 0.35], [24, 0.7]]}
 SMALL_IMAGES |= {"optimizer": "muon", "lr": 0.03, "momentum": 0.95, "nesterov": True, "weight_decay": 0.05}
 SMALL_IMAGES |= {"label_smoothing": 0.1, "rnd_horizontal_flip": "alternating", "test_time_views": 6}

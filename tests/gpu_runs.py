@@ -16,7 +16,7 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.training import step
-from utils.training.kernels.compilers import wants_graphs
+from utils.training.kernels.build import wants_graphs
 from utils.training.precision import choose_precision
 from utils.training.step import GraphedStep
 

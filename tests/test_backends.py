@@ -16,7 +16,7 @@ from tools.shared.interrupted_runs import compare
 from train import Trainer
 from utils.config import Config
 from utils.distributed.world import World
-from utils.training.kernels.backends import prepare_backends
+from utils.training.kernels.process import prepare_backends
 
 
 @pytest.fixture(autouse=True)

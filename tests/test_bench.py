@@ -275,7 +275,7 @@ def test_measured_steps_get_their_batches_as_in_the_trainer(tiny, one_rank, monk
 def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny):
     names = ["this project", *OTHERS]
     cpu, cuda = (peers.rows_of(tiny("fastest"), torch.device(kind)) for kind in ("cpu", "cuda"))
-    assert list(cpu) == [*names, *(f"{name}, without keep_cpu_memory" for name in OTHERS)]
+    assert list(cpu) == [*names, *(f"{name}, without keep_memory" for name in OTHERS)]
     assert sorted(cuda) == sorted([*names, "this project, without enable_cuda_graphs"])
     build, config = cuda["this project, without enable_cuda_graphs"]
     assert build is peers.OurStep and config.enable_cuda_graphs is False
@@ -293,14 +293,12 @@ def test_peers_refuses_what_the_other_trainers_lack(capsys, setting):
 def test_peers_train_the_same_or_say_what_to_install(tmp_path):
     report = tmp_path / "peers.json"
     finished = bench(
-        "peers", "--iters=2", "--warmup=1", "--trials=1", f"--json={report}", "--set=keep_cpu_memory=auto", *SMALL
+        "peers", "--iters=2", "--warmup=1", "--trials=1", f"--json={report}", "--set=cpu_kernels=auto", *SMALL
     )
     assert finished.returncode == 0, finished.stderr
     missing = [name for name in OTHERS[:2] if importlib.util.find_spec(name) is None]
     assert all(f"{name}: skipped: {name} cannot be imported" in finished.stderr for name in missing)
-    there = [
-        f"{name}{switch}" for name in OTHERS if name not in missing for switch in ("", ", without keep_cpu_memory")
-    ]
+    there = [f"{name}{switch}" for name in OTHERS if name not in missing for switch in ("", ", without keep_memory")]
     assert set(json.loads(report.read_text())["results"]) == {"this project", *there}
 
 

@@ -53,7 +53,7 @@ def ddp(tiny: Tiny, one_rank: World, compiled: CompileCounter) -> Iterator[Learn
 def test_a_compiled_prediction_equals_the_eager_one(tiny: Tiny, one_rank: World) -> None:
     """Of the moving average in NHWC with all views, before and after other weights are loaded. One graph is compiled,
     and none for the shorter last batch."""
-    config = tiny(ema_decay=0.5, enable_nhwc=True, conv_winograd=False, test_time_views=6)
+    config = tiny(ema_decay=0.5, enable_nhwc=True, cpu_kernels=False, test_time_views=6)
     learners = [build_measured(config, one_rank) for _ in range(2)]
     learners[1].compile(8)
     nhwc = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in BATCHES]

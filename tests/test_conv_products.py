@@ -15,7 +15,7 @@ from utils.training.precision import Precision
 
 Tiny = Callable[..., Config]
 CPU = torch.device("cpu")
-ON = {"conv_weight_products": True, "enable_nhwc": True}
+ON = {"cpu_kernels": ["weight_products"], "enable_nhwc": True}
 
 
 def make_layer(kernel: int | tuple[int, int], dtype: torch.dtype = torch.float64, **settings: object) -> nn.Conv2d:
@@ -127,7 +127,7 @@ def test_layers_it_replaces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
         use_products(config, model, precision, device)
         return sum(isinstance(module, ProductConv2d) for module in model.modules())
 
-    auto = {"conv_weight_products": "auto", "enable_nhwc": True, "model": "resnet50"}
+    auto = {"cpu_kernels": "auto", "enable_nhwc": True, "model": "resnet50"}
     assert found(tiny(**auto)) == found(tiny(**auto | ON)) == 38
     assert found(tiny(**auto | ON), bf16) == 24
     assert not found(tiny())
@@ -138,10 +138,7 @@ def test_layers_it_replaces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
     assert not found(tiny(**auto, enable_compile=True))
     cuda = torch.device("cuda", 0)
     assert not found(tiny(**auto), device=cuda)
-    compiled = tiny(conv_weight_products=True, enable_nhwc=True, enable_compile="auto")
-    note = "conv_weight_products: no effect, it is for CPUs only"
-    assert use_products(compiled, build_model(tiny()), float32, cuda) == [note]
-    assert use_products(tiny(**ON), build_model(tiny()), float32, cuda) == [note]
+    assert not found(tiny(**auto | ON), device=cuda)
 
 
 def test_a_network_without_fitting_layers_is_an_error(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +147,9 @@ def test_a_network_without_fitting_layers_is_an_error(tiny: Tiny, monkeypatch: p
         nn.Conv2d(15, 16, 3), nn.Conv2d(16, 16, 3, groups=2), nn.Conv2d(16, 16, 3, dilation=2),
         nn.Conv2d(16, 16, 3, padding="same"), nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="conv_weight_products true: the network has no convolution"):
+    with pytest.raises(ConfigError, match=r"cpu_kernels \[weight_products\]: the network has no convolution"):
         use_products(tiny(**ON), others, Precision("cpu"), CPU)
-    assert use_products(tiny(**ON | {"conv_weight_products": "auto"}), others, Precision("cpu"), CPU) == []
+    assert "has no convolution" in use_products(tiny(**ON | {"cpu_kernels": "auto"}), others, Precision("cpu"), CPU)[0]
     fitting = nn.Sequential(nn.Conv2d(16, 16, 3), *others)
     assert use_products(tiny(**ON), fitting, Precision("cpu"), CPU) == []
     assert [type(layer) for layer in fitting] == [ProductConv2d] + [nn.Conv2d] * len(others)

@@ -12,15 +12,15 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.classifier import build_classifier
-from utils.training.kernels.compilers import has_compiler
-from utils.training.kernels.conv import winograd as conv_winograd
+from utils.training.kernels.build import has_compiler
+from utils.training.kernels.conv import winograd
 from utils.training.kernels.conv.weight_gradient import use_products
 from utils.training.kernels.conv.winograd import SIDES, WinogradConv2d, best_side, convolve, use_winograd
 from utils.training.precision import Precision
 
 Tiny = Callable[..., Config]
 CPU = torch.device("cpu")
-ON = {"conv_winograd": True, "enable_nhwc": True}
+ON = {"cpu_kernels": ["winograd"], "enable_nhwc": True}
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 
@@ -53,8 +53,8 @@ def in_bf16(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def set_side(monkeypatch: pytest.MonkeyPatch, side: int, height: int, width: int) -> None:
     """Use tiles of this side, one image at a time per thread."""
     per_image = -(-height // side) * -(-width // side)
-    monkeypatch.setattr(conv_winograd, "TILES", dict.fromkeys(conv_winograd.TILES, per_image))
-    monkeypatch.setattr(conv_winograd, "best_side", lambda *sizes: side)
+    monkeypatch.setattr(winograd, "TILES", dict.fromkeys(winograd.TILES, per_image))
+    monkeypatch.setattr(winograd, "best_side", lambda *sizes: side)
 
 
 @pytest.mark.parametrize("side", [2, 3, 4, 6])
@@ -128,7 +128,7 @@ def test_numbers_are_rounded_to_bf16_as_in_pytorch() -> None:
     values[values.abs() < torch.finfo(torch.float32).tiny] = 0.0  # some processors flush denormals to 0
     weight = torch.zeros(16, 256, 3, 3)
     weight[:, :, 0, 0] = values
-    tiles = conv_winograd._Tiles(2, torch.zeros(1, 16, 4, 4, dtype=torch.bfloat16))
+    tiles = winograd._Tiles(2, torch.zeros(1, 16, 4, 4, dtype=torch.bfloat16))
     found, expected = tiles.weights_to_planes(weight)[0], values.bfloat16()
     assert expected.isnan().any() and torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
@@ -282,7 +282,7 @@ def test_uninitialised_memory_is_never_read(in_half: bool, pool: bool) -> None:
 def test_a_checkpoint_is_evaluated_equally_with_and_without_it(
     tiny: Tiny, one_rank: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conv_winograd, "MIN_CHANNEL_PAIRS", 1)
+    monkeypatch.setattr(winograd, "MIN_CHANNEL_PAIRS", 1)
     images = random(4, 3, 32, 32, seed=0)
     configs = [tiny(ema_decay=0.9, **ON), tiny(ema_decay=0.9, enable_nhwc=True)]
     first, second = (build_classifier(config, build_model, one_rank) for config in configs)
@@ -294,18 +294,16 @@ def test_a_checkpoint_is_evaluated_equally_with_and_without_it(
 
 
 def test_weight_products_replace_the_other_convolutions(tiny: Tiny) -> None:
-    """In ResNet50 the 1x1 convolutions and those with a stride; in resnet9 none, which is logged."""
-    both = ON | {"conv_weight_products": True}
+    """In ResNet50 the 1x1 convolutions and those with a stride; in resnet9 none."""
+    both = ON | {"cpu_kernels": ["winograd", "weight_products"]}
     for model, counts in (
         ("resnet50", {"WinogradConv2d": 13, "ProductConv2d": 31}),
         ("resnet9", {"WinogradConv2d": 4, "PooledWinogradConv2d": 3}),
     ):
         config = tiny(model=model, width=4 if model == "resnet9" else 1, **both)
         network = build_model(config)
-        notes = use_winograd(config, network, Precision("cpu"), CPU)
-        notes += use_products(config, network, Precision("cpu"), CPU)
-        no_effect = "conv_weight_products: no effect, conv_winograd replaces all of its convolutions"
-        assert notes == ([no_effect] if model == "resnet9" else [])
+        assert use_winograd(config, network, Precision("cpu"), CPU) == []
+        assert use_products(config, network, Precision("cpu"), CPU) == []
         found = Counter(kinds(network))
         assert {name: found[name] for name in found if name.endswith(("WinogradConv2d", "ProductConv2d"))} == counts
 
@@ -323,56 +321,54 @@ def test_layers_it_replaces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
         use_winograd(config, model, precision, device)
         return sum(isinstance(module, WinogradConv2d) for module in model.modules())
 
-    auto = {"conv_winograd": "auto", "enable_nhwc": True}
+    auto = {"cpu_kernels": "auto", "enable_nhwc": True}
     assert found(tiny(**auto, model="resnet50")) == 13
     assert found(tiny(**auto, model="resnet9", width=2)) == 7
     assert found(tiny(**auto, model="resnet9", width=1)) == 6, "16 x 32 channels are too few"
     assert not found(tiny(model="resnet9"))
-    monkeypatch.setattr(conv_winograd, "has_bf16_kernels", lambda: True)
+    monkeypatch.setattr(winograd, "has_bf16_kernels", lambda: True)
     assert found(tiny(**auto, model="resnet9", width=2), bf16) == 7
-    monkeypatch.setattr(conv_winograd, "has_bf16_kernels", lambda: False)
+    monkeypatch.setattr(winograd, "has_bf16_kernels", lambda: False)
     assert not found(tiny(**auto, model="resnet9", width=2), bf16), "slow without bf16 instructions"
     assert found(tiny(**ON, model="resnet9", width=2), bf16) == 7
     assert not found(tiny(**auto | {"enable_nhwc": False}, model="resnet9"))
     assert not found(tiny(**auto, enable_compile=True, model="resnet9"))
     cuda = torch.device("cuda", 0)
     assert not found(tiny(**auto, model="resnet9"), device=cuda)
-    assert use_winograd(tiny(**ON), build_model(tiny()), float32, cuda) == [
-        "conv_winograd: no effect, it is for CPUs only"
-    ]
-    monkeypatch.setattr(conv_winograd, "has_compiler", lambda: False)
-    assert not found(tiny(**auto, model="resnet9"))
+    assert not found(tiny(**ON, model="resnet9"), device=cuda)
 
 
 def test_a_network_without_fitting_layers_or_a_missing_compiler_is_an_error(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on, auto, float32 = tiny(**ON), tiny(**ON | {"conv_winograd": "auto"}), Precision("cpu")
+    on, auto, float32 = tiny(**ON), tiny(**ON | {"cpu_kernels": "auto"}), Precision("cpu")
     others = nn.Sequential(
         nn.Conv2d(3, 512, 3, padding=1), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3, padding=1, stride=2),
         nn.Conv2d(64, 64, 3, padding=1, groups=2), nn.Conv2d(64, 64, 3, padding=2, dilation=2),
         nn.Conv2d(64, 64, 3, padding=1, padding_mode="circular"), nn.Conv2d(64, 64, 1), nn.Conv2d(64, 72, 3, padding=1),
         nn.Conv2d(64, 64, 3, padding="same"), nn.Conv2d(16, 48, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1).double(),
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="conv_winograd true: the network has no 3x3 convolution with stride 1"):
+    with pytest.raises(
+        ConfigError, match=r"cpu_kernels \[winograd\]: the network has no 3x3 convolution with stride 1"
+    ):
         use_winograd(on, others, float32, CPU)
-    assert use_winograd(auto, others, float32, CPU) == [] and "WinogradConv2d" not in kinds(others)
+    assert "has no 3x3" in use_winograd(auto, others, float32, CPU)[0] and "WinogradConv2d" not in kinds(others)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match=r"conv_winograd true needs .*no-such-compiler is not found"):
+    with pytest.raises(ConfigError, match=r"cpu_kernels \[winograd\] needs .*no-such-compiler is not found"):
         use_winograd(on, build_model(on), float32, CPU)
 
 
 def test_a_failing_compiler_is_an_error_or_with_auto_a_note(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
-        raise ConfigError("conv_winograd: its kernels could not be built: no space left")
+        raise ConfigError("cpu_kernels [winograd]: its kernels could not be built: no space left")
 
-    monkeypatch.setattr(conv_winograd, "build", fail)
+    monkeypatch.setattr(winograd, "build", fail)
     config = tiny(**ON, model="resnet9")
     with pytest.raises(ConfigError, match="no space left"):
         use_winograd(config, build_model(config), Precision("cpu"), CPU)
-    auto = tiny(**ON | {"conv_winograd": "auto"}, model="resnet9")
+    auto = tiny(**ON | {"cpu_kernels": "auto"}, model="resnet9")
     model = build_model(auto)
     assert use_winograd(auto, model, Precision("cpu"), CPU) == [
-        "skipped: conv_winograd: its kernels could not be built: no space left"
+        "skipped: cpu_kernels [winograd]: its kernels could not be built: no space left"
     ]
     assert "WinogradConv2d" not in kinds(model)

@@ -12,7 +12,7 @@ from train import Trainer
 from utils.errors import ConfigError
 from utils.run.checkpoint.io import read_checkpoint
 from utils.training import precision as precision_module
-from utils.training.kernels.backends import prepare_backends
+from utils.training.kernels.process import prepare_backends
 from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import LossScaler, MasterWeights, Precision, choose_precision
 from utils.training.step import check_graphs

@@ -21,7 +21,7 @@ from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.logging.logger import RunLogger
-from utils.training.kernels.compilers import compiles, has_compiler, missing_compiler, wants_graphs
+from utils.training.kernels.build import compiles, has_compiler, missing_compiler, wants_graphs
 from utils.training.kernels.conv import weight_gradient as conv_products
 from utils.training.kernels.conv.weight_gradient import ProductConv2d
 from utils.training.kernels.conv.winograd import WinogradConv2d
@@ -41,8 +41,8 @@ SWITCHES = {
     "cudnn benchmark": {"cudnn_benchmark": True},
     "stem": {"stem_channels": 8},
     "fused norm": {"fuse_norm_relu": True, "enable_nhwc": True},
-    "conv products": {"conv_weight_products": True, "enable_nhwc": True},
-    **({"conv winograd": {"conv_winograd": True, "enable_nhwc": True}} if has_compiler() else {}),
+    "conv products": {"cpu_kernels": ["weight_products"], "enable_nhwc": True},
+    **({"conv winograd": {"cpu_kernels": ["winograd"], "enable_nhwc": True}} if has_compiler() else {}),
     "accumulation": {"micro_batch_size": 16},
     "compile": {"enable_compile": True},
     "all": {"enable_amp": True, "enable_nhwc": True, "enable_extra_opts": True, "enable_compile": True},
@@ -110,12 +110,13 @@ def test_training_continues_with_and_without_our_own_layers(tiny, one_rank, name
         assert len({flops_per_image(one.model, (3, 32, 32)) for one in learners}) == 1
 
 
-@pytest.mark.parametrize("key", ["fuse_norm_relu", "conv_weight_products", "conv_winograd"])
+@pytest.mark.parametrize("key", ["fuse_norm_relu", "winograd", "weight_products"])
 def test_our_own_layers_need_nhwc_and_an_eager_step(tiny, key):
-    with pytest.raises(ValueError, match=f"{key} is true, .*it needs enable_nhwc true"):
-        tiny(**{key: True})
-    with pytest.raises(ValueError, match=f"{key} is for eager steps; set it or enable_compile to false"):
-        tiny(**{key: True}, enable_nhwc=True, enable_compile=True)
+    asked = {key: True} if key == "fuse_norm_relu" else {"cpu_kernels": ["keep_memory", key]}
+    with pytest.raises(ValueError, match=f"{key}.* reads NHWC memory; it needs enable_nhwc true"):
+        tiny(**asked)
+    with pytest.raises(ValueError, match=f"{key}.* is for eager steps; set it or enable_compile to false"):
+        tiny(**asked, enable_nhwc=True, enable_compile=True)
 
 
 class Small(nn.Module):
@@ -289,9 +290,9 @@ def test_kept_memory_is_not_faulted_in_again():
     program = """
 import resource, sys, torch
 from pathlib import Path
-from utils.training.kernels.backends import prepare_backends
+from utils.training.kernels.process import prepare_backends
 from utils.config import load_config
-config = load_config(Path("config/cifar100.yaml"), "default", ["keep_cpu_memory=" + sys.argv[1]])
+config = load_config(Path("config/cifar100.yaml"), "default", ["cpu_kernels=" + sys.argv[1]])
 prepare_backends(config, torch.device("cpu"))
 torch.ones(16_000_000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -300,12 +301,12 @@ for _ in range(10):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     faults = {}
-    for value in ("auto", "false"):
+    for value in ("[keep_memory]", "false"):
         command = [sys.executable, "-c", program, value]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
         faults[value] = int(result.stdout)
     # seldom 0, since the kernel may reclaim idle pages; without the setting's effect both are equal
-    assert faults["auto"] * 2 < faults["false"]
+    assert faults["[keep_memory]"] * 2 < faults["false"]
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])

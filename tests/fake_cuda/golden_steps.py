@@ -31,7 +31,7 @@ from utils.data import build as data
 from utils.distributed.world import World
 from utils.run.logging.logger import RunLogger
 from utils.training import learner
-from utils.training.kernels.compilers import compiles, wants_graphs
+from utils.training.kernels.build import compiles, wants_graphs
 from utils.training.precision import choose_precision
 from utils.training.step import GRAPH_WARMUP_STEPS
 
@@ -43,7 +43,7 @@ NOT_OF_THE_STEP = re.compile(
     r"(lr|log|limit|checkpoint|profiling|cifar100|rank_timeout)_.*|lr|seed|data_path"
     "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_(flip|shift)|valid_batch_size_per_gpu"
     "|validate_every_epochs|save_checkpoint|num_data_workers|enable_profiling"
-    "|pretrained|keep_checkpoints|keep_cpu_memory"
+    "|pretrained|keep_checkpoints|cpu_kernels"
 )
 COMPILED = "compiled"
 WIDTHS = (9, 7, 8, 6, 11, 8)

@@ -17,7 +17,7 @@ from utils.data.build import Loader, build_loaders, open_dataset
 from utils.distributed.world import World
 from utils.run.logging.environment import dali_version, device_name
 from utils.training.batches import prefetch
-from utils.training.kernels.backends import prepare_backends
+from utils.training.kernels.process import prepare_backends
 
 BACKENDS = ",".join(["torchvision", *(["dali"] if dali_version() else []), "device", "synthetic"])
 

@@ -25,8 +25,8 @@ from utils.data.build import image_side
 from utils.errors import ConfigError
 from utils.run.logging.environment import device_name
 from utils.training.batches import prefetch
-from utils.training.kernels.backends import prepare_backends
-from utils.training.kernels.compilers import compiles, wants_graphs
+from utils.training.kernels.build import compiles, wants_graphs
+from utils.training.kernels.process import prepare_backends
 from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import Precision, choose_precision
 
@@ -72,7 +72,7 @@ def rows_of(config: Config, device: torch.device) -> dict[str, tuple[Build, Conf
     """Return {row: (function that builds its case, its configuration)}.
 
     The table has rows with and without one switch that only this project has: `enable_cuda_graphs` on a GPU,
-    `keep_cpu_memory` on a CPU.
+    `cpu_kernels: [keep_memory]` on a CPU.
     """
     peers: dict[str, Build] = {"timm": timm_case, "lightning": lightning_case, "plain PyTorch": plain_case}
     rows: dict[str, tuple[Build, Config]] = {OURS: (OurStep, config)}
@@ -80,9 +80,9 @@ def rows_of(config: Config, device: torch.device) -> dict[str, tuple[Build, Conf
         own = config.model_copy(update={"enable_cuda_graphs": False})
         rows[f"{OURS}, without enable_cuda_graphs"] = (OurStep, own)
     rows |= {name: (build, config) for name, build in peers.items()}
-    if device.type == "cpu" and config.keep_cpu_memory is not False:
-        own = config.model_copy(update={"keep_cpu_memory": False})
-        rows |= {f"{name}, without keep_cpu_memory": (build, own) for name, build in peers.items()}
+    if device.type == "cpu" and config.cpu_kernel("keep_memory"):
+        own = config.model_copy(update={"cpu_kernels": False})  # its other kernels are this project's own
+        rows |= {f"{name}, without keep_memory": (build, own) for name, build in peers.items()}
     return rows
 
 

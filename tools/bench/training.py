@@ -16,7 +16,7 @@ from utils.distributed.ddp import distribute
 from utils.distributed.world import World, choose_device
 from utils.training.batches import Batch, prefetch
 from utils.training.checks.stragglers import peak_memory
-from utils.training.kernels.compilers import wants_graphs
+from utils.training.kernels.build import wants_graphs
 from utils.training.learner import Learner, build_learner
 from utils.training.step import GRAPH_WARMUP_STEPS
 

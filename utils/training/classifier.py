@@ -13,11 +13,11 @@ from utils.distributed.ddp import synchronise_batch_norm
 from utils.distributed.world import World
 from utils.training.config import TrainingConfig
 from utils.training.ema import Ema, build_ema
-from utils.training.kernels.backends import prepare_backends
-from utils.training.kernels.compilers import compile_for_shapes
+from utils.training.kernels.build import compile_for_shapes
 from utils.training.kernels.conv.weight_gradient import use_products
 from utils.training.kernels.conv.winograd import use_winograd
 from utils.training.kernels.norm_relu.module import fuse_norm_relu
+from utils.training.kernels.process import prepare_backends
 from utils.training.kernels.stem import pad_stem
 from utils.training.precision import MasterWeights, Precision, choose_precision
 

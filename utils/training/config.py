@@ -18,6 +18,7 @@ from utils.distributed.config import DistributedConfig
 from utils.user_code import FORMS, is_user_code
 
 Auto = Literal["auto", True, False]
+CpuKernel = Literal["winograd", "weight_products", "keep_memory"]
 HAVE_FUSED_KERNEL = ("sgd", "adamw")
 LR_SCALE_RULES = {"sqrt/N": r"^sqrt/[1-9]\d{0,8}$", "linear/N": r"^linear/[1-9]\d{0,8}$"}
 ImageSize = Annotated[
@@ -171,13 +172,12 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     fuse_norm_relu: Auto = False
     """FUSE: BatchNorm in training, shortcut and ReLU or SiLU as one kernel. Triton on a GPU, C++ on a CPU. Needs
     enable_nhwc and an eager step; auto: on a CPU with a compiler, if these hold."""
-    conv_weight_products: Auto = False
-    """CONV: on a CPU, weight gradients of convolutions as matrix products. Needs enable_nhwc and an eager step; auto:
-    if these hold, and in bf16 only on a processor with bf16 kernels."""
-    conv_winograd: Auto = False
-    """CONV: on a CPU, 3x3 convolutions by Winograd's method, with 2.25 to 5 times fewer multiplications. Includes a 2x2
-    max-pool that follows. Needs a C++ compiler, enable_nhwc and an eager step; auto: if these hold, and in bf16 only on
-    a processor with bf16 kernels."""
+    cpu_kernels: Literal["auto", False] | Annotated[tuple[CpuKernel, ...], Field(strict=False)] = False
+    """CONV: faster work on a CPU: auto, or a list of winograd, weight_products, keep_memory. winograd: 3x3 convolutions
+    and a 2x2 max-pool that follows by Winograd's method, with a C++ compiler. weight_products: weight gradients of
+    other convolutions as matrix products. Both need enable_nhwc and an eager step. ALLOC: keep_memory leaves freed
+    memory in the process, with glibc. auto: each where it works, the first two in bf16 only on a processor with bf16
+    kernels."""
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA with a compiler, not for dataparallel.
     A CPU gains nothing. Validation is compiled too in runs that validate enough images to pay for it."""
@@ -186,9 +186,6 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     AdamW need fused_optimizer, the others a step without loss scale (bf16, float32)."""
     enable_prefetch: Auto = False
     """PREFETCH: prepare the next batch on a second CUDA stream during the step; auto: on CUDA."""
-    keep_cpu_memory: Auto = False
-    """ALLOC: on a CPU, keep freed memory in the process; auto: if the C library is glibc. Otherwise the system clears
-    and maps it again in every step."""
 
     def extra_opt(self, key: Literal["fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark"]) -> bool:
         """Return the setting's own value, or that of `enable_extra_opts` where it is null."""
@@ -197,14 +194,20 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
             return value
         return self.enable_extra_opts and (key != "fused_optimizer" or self.optimizer in HAVE_FUSED_KERNEL)
 
+    def cpu_kernel(self, name: CpuKernel) -> bool | Literal["auto"]:
+        """Whether `cpu_kernels` names a kernel; auto: where it works."""
+        return self.cpu_kernels if isinstance(self.cpu_kernels, str | bool) else name in self.cpu_kernels
+
     @model_validator(mode="after")
     def _check_speed(self) -> "SpeedConfig":
         if self.fused_optimizer and self.optimizer not in HAVE_FUSED_KERNEL:
             raise ValueError(f"fused_optimizer is true, but optimizer {self.optimizer} has no fused kernel; use null")
-        for key in ("fuse_norm_relu", "conv_weight_products", "conv_winograd"):
-            if getattr(self, key) is True and not self.enable_nhwc:
-                raise ValueError(f"{key} is true, but its kernels read NHWC memory; it needs enable_nhwc true")
-            if getattr(self, key) is True and self.enable_compile is True:
+        layers = {name: self.cpu_kernel(name) for name in ("winograd", "weight_products")}
+        for name, asked in {"fuse_norm_relu": self.fuse_norm_relu, **layers}.items():
+            key = name if name == "fuse_norm_relu" else f"cpu_kernels [{name}]"
+            if asked is True and not self.enable_nhwc:
+                raise ValueError(f"{key} reads NHWC memory; it needs enable_nhwc true")
+            if asked is True and self.enable_compile is True:
                 raise ValueError(f"{key} is for eager steps; set it or enable_compile to false")
         if self.fuse_norm_relu is True and self.enable_sync_bn:
             raise ValueError("fuse_norm_relu has no BatchNorm over all ranks; set it or enable_sync_bn to false")

@@ -17,7 +17,7 @@ from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
 from utils.training.classifier import Classifier, SomeConfig, build_classifier
 from utils.training.config import TrainingConfig
-from utils.training.kernels.compilers import wants_graphs
+from utils.training.kernels.build import wants_graphs
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import (
     build_optimizer,

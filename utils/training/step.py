@@ -17,7 +17,7 @@ from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
 from utils.training.config import HAVE_FUSED_KERNEL, TrainingConfig
 from utils.training.kernels.batch_norm import RunningStatistics, defer_batch_counters
-from utils.training.kernels.compilers import compile_for_shapes, compiles, missing_compiler, wants_graphs
+from utils.training.kernels.build import compile_for_shapes, compiles, missing_compiler, wants_graphs
 from utils.training.kernels.norm_relu.module import check_fusion
 from utils.training.metrics.sums import MetricSums
 from utils.training.precision import LossScaler, MasterWeights, Precision

@@ -10,7 +10,7 @@ from utils.data.sampling import EpochPlan
 from utils.distributed.world import World
 from utils.errors import ExpectedError
 from utils.training.classifier import Classifier, augmented_views
-from utils.training.kernels.compilers import compiles
+from utils.training.kernels.build import compiles
 from utils.training.metrics.sums import MetricSums
 
 # Compiling ResNet50's forward pass takes about half a minute with a cold cache. It saved timm 43 microseconds per

@@ -19,7 +19,7 @@ from utils.program import command
 from utils.training.checks.fingerprints import StepRecorder, take_fingerprints
 from utils.training.checks.step_state import Snapshot, own_tensors, shared_tensors
 from utils.training.config import TrainingConfig
-from utils.training.kernels.compilers import compiles
+from utils.training.kernels.build import compiles
 from utils.training.learner import Learner
 from utils.training.step import GraphedStep
 

@@ -1,4 +1,4 @@
-// Shared by the CPU kernels. compilers.py replaces their #include lines with this text.
+// Shared by the CPU kernels. build.py replaces their #include lines with this text.
 
 #include <cstdint>
 #include <cstring>

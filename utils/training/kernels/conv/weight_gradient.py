@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, pad
 
+from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
-from utils.training.kernels.compilers import replace_convolutions
+from utils.training.kernels.build import use_layers
 from utils.training.kernels.conv.winograd import WinogradConv2d
 from utils.training.precision import Precision, has_bf16_kernels
 
@@ -101,20 +102,25 @@ class ProductConv2d(nn.Conv2d):
 
 
 def use_products(config: SpeedConfig, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
-    """Turn convolutions of `model` into `ProductConv2d`, as `conv_weight_products` asks; return notes for the log.
-    `ConfigError` if the setting is true and none fits."""
+    """Turn convolutions of `model` into `ProductConv2d`, as `cpu_kernels` asks; return notes for the log. `ConfigError`
+    if it names weight_products and neither they nor winograd replace any."""
     min_pairs = MIN_CHANNEL_PAIRS[torch.float32 if precision.level == "O0" else torch.bfloat16]
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
-    remaining = any(type(module) is nn.Conv2d and _fits(module, min_pairs) for module in convolutions)
-    if device.type == "cpu" and not remaining and any(isinstance(module, WinogradConv2d) for module in convolutions):
-        note = "conv_weight_products: no effect, conv_winograd replaces all of its convolutions"
-        return [note] if config.conv_weight_products is True else []
-    return replace_convolutions(
-        config, "conv_weight_products", model, device, lambda module: _fits(module, min_pairs), ProductConv2d,
-        auto=precision.level == "O0" or has_bf16_kernels(),
-        missing="convolution with one group, no dilation, zero padding and more than "
-        f"{min_pairs} pairs of input and output channels, where products are faster",
-    )  # fmt: skip
+
+    def replace() -> None:
+        found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module, min_pairs)]
+        if not found and not any(isinstance(module, WinogradConv2d) for module in model.modules()):
+            raise ConfigError(
+                "cpu_kernels [weight_products]: the network has no convolution with one group, no dilation, zero "
+                f"padding and more than {min_pairs} pairs of input and output channels, where products are faster"
+            )
+        for module in found:
+            module.__class__ = ProductConv2d
+
+    asked = config.cpu_kernel("weight_products")
+    is_fast = precision.level == "O0" or has_bf16_kernels()
+    if device.type != "cpu" or (asked == "auto" and not is_fast):
+        return []
+    return use_layers(asked, config, device, replace)
 
 
 def _fits(module: nn.Conv2d, min_pairs: int) -> bool:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, max_pool2d
 
+from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
-from utils.training.kernels.compilers import build_kernels, has_compiler, replace_convolutions
+from utils.training.kernels.build import build_kernels, use_layers
 from utils.training.precision import Precision, has_bf16_kernels
 
 # By number format of the images. In bf16, the rounding error relative to the outputs' standard deviation is 0.3 % for a
@@ -203,25 +204,32 @@ class PooledWinogradConv2d(WinogradConv2d):
 
 
 def use_winograd(config: SpeedConfig, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
-    """Turn convolutions of `model` into `WinogradConv2d`, as `conv_winograd` asks; return notes for the log.
-    `ConfigError` if the setting is true and none fits, or the kernels cannot be built."""
-    quick = precision.level == "O0" or has_bf16_kernels()
-    missing = (
-        f"3x3 convolution with stride 1, padding 1, one group and at least {MIN_CHANNEL_PAIRS} pairs of input and "
-        f"output channels, both multiples of {CHANNELS}"
-    )
-    notes = replace_convolutions(
-        config, "conv_winograd", model, device, _fits, WinogradConv2d,
-        auto=quick and has_compiler(), missing=missing, build=build,
-    )  # fmt: skip
-    _fuse_pools(model)
-    return notes
+    """Turn convolutions of `model` into `WinogradConv2d`, as `cpu_kernels` asks; return notes for the log.
+    `ConfigError` if it names winograd and none fits, or the kernels cannot be built."""
+
+    def replace() -> None:
+        found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module)]
+        if not found:
+            raise ConfigError(
+                "cpu_kernels [winograd]: the network has no 3x3 convolution with stride 1, padding 1, one group and at "
+                f"least {MIN_CHANNEL_PAIRS} pairs of input and output channels, both multiples of {CHANNELS}"
+            )
+        build()
+        for module in found:
+            module.__class__ = WinogradConv2d
+        _fuse_pools(model)
+
+    asked = config.cpu_kernel("winograd")
+    is_fast = precision.level == "O0" or has_bf16_kernels()
+    if device.type != "cpu" or (asked == "auto" and not is_fast):
+        return []
+    return use_layers(asked, config, device, replace)
 
 
 @cache
 def build() -> Any:
     """Return the library of the transforms; `ConfigError` if the compiler fails."""
-    return build_kernels(Path(__file__).with_suffix(".cpp"), "conv_winograd")
+    return build_kernels(Path(__file__).with_suffix(".cpp"), "cpu_kernels [winograd]")
 
 
 def _fuse_pools(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from utils.training.kernels.compilers import build_kernels, has_compiler
+from utils.training.kernels.build import build_kernels, has_compiler
 
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 

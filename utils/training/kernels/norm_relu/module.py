@@ -20,7 +20,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
-from utils.training.kernels.compilers import build_failure, compiles, missing_compiler, wants_own_layers
+from utils.training.kernels.build import compiles, missing_compiler, use_layers
 from utils.training.kernels.norm_relu import cpu as norm_relu_cpu
 from utils.training.precision import choose_precision
 
@@ -168,22 +168,22 @@ def fuse_norm_relu(config: SpeedConfig, model: nn.Module, device: torch.device) 
     `ConfigError` if the setting is true and nothing can be fused."""
     precision = choose_precision(config, device)
     half_norms = precision.casts_weights and not precision.keep_batchnorm_fp32  # not supported by the CPU kernels
-    auto = not config.enable_sync_bn and not half_norms and norm_relu_cpu.has_compiler()
-    if not wants_own_layers(config, "fuse_norm_relu", device, auto=auto):
+    missing = "" if device.type != "cpu" else "BatchNorm in float32" if half_norms else missing_compiler(device)
+
+    def replace() -> None:
+        if device.type == "cpu" and not missing:
+            norm_relu_cpu.build()
+        if not _fuse(model):
+            raise ConfigError(
+                "fuse_norm_relu: the network has no BatchNorm2d before ReLU or SiLU that can be fused; use false"
+            )
+
+    if config.fuse_norm_relu == "auto" and (config.enable_sync_bn or missing):
         return []
-    if device.type == "cpu" and not half_norms and norm_relu_cpu.has_compiler():
-        failure = build_failure(norm_relu_cpu.build, config.fuse_norm_relu)
-        if failure:
-            return [failure]
-    fused = _fuse(model)
-    if not fused and config.fuse_norm_relu is True:
-        raise ConfigError(
-            "fuse_norm_relu true: the network has no BatchNorm2d before ReLU or SiLU that can be fused; use false"
-        )
-    missing = "BatchNorm in float32" if half_norms else missing_compiler(device)
-    if fused and device.type == "cpu" and missing:
-        return [f"fuse_norm_relu: uses PyTorch's operations, without speed-up; its kernels need {missing}"]
-    return []
+    notes = use_layers(config.fuse_norm_relu, config, device, replace)
+    if config.fuse_norm_relu and missing:
+        notes.append(f"fuse_norm_relu: uses PyTorch's operations, without speed-up; its kernels need {missing}")
+    return notes
 
 
 def _fuse(model: nn.Module) -> int:

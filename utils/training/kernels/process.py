@@ -1,4 +1,4 @@
-"""Process-wide switches of PyTorch."""
+"""Process-wide switches of PyTorch and of the C library."""
 
 import ctypes
 import os
@@ -27,12 +27,14 @@ def prepare_backends(config: SpeedConfig, device: torch.device) -> list[str]:
     torch.backends.cudnn.benchmark = benchmark and not config.deterministic
     # AMP: TF32; PyTorch's default is on for convolutions and off for matrix products
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.enable_tf32
-    if config.keep_cpu_memory is not False and device.type == "cpu" and not _keep_freed_memory():
-        notes += ["keep_cpu_memory: no effect, the C library is not glibc"] if config.keep_cpu_memory is True else []
-    on_gpu = device.type == "cuda"
-    ignored = ("keep_cpu_memory",) if on_gpu else ("enable_tf32", "enable_prefetch")
-    where = "GPU" if on_gpu else "CPU"
-    return notes + [f"{key}: no effect on a {where}" for key in ignored if getattr(config, key) is True]
+    if device.type == "cuda":
+        return notes + ["cpu_kernels: no effect on a GPU"] * isinstance(config.cpu_kernels, tuple)
+    keep_memory = config.cpu_kernel("keep_memory")
+    if keep_memory and not _keep_freed_memory() and keep_memory is True:
+        notes.append("cpu_kernels [keep_memory]: no effect, the C library is not glibc")
+    return notes + [
+        f"{key}: no effect on a CPU" for key in ("enable_tf32", "enable_prefetch") if getattr(config, key) is True
+    ]
 
 
 def _keep_freed_memory() -> bool:

@@ -1,4 +1,4 @@
-"""Whether a step is compiled and how, whether a compiler is here, and our own CPU kernels, which Inductor builds."""
+"""Whether a step is compiled, whether a compiler is here, and which steps use our own layers and CPU kernels."""
 
 import logging
 import os
@@ -7,19 +7,17 @@ import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from utils.errors import ConfigError
-from utils.training.config import SpeedConfig
+from utils.training.config import Auto, SpeedConfig
 
 HEADER = "cpu_kernels.h"
 # Inductor disables both optimisations for its own kernels, which are vectorised explicitly. Without the first flag
 # comparisons are not vectorised; it reorders no sum. The second is gcc's only: clang vectorises by default.
 FLAGS = ("-fno-trapping-math", "-ftree-loop-vectorize")
-SwitchKey = Literal["fuse_norm_relu", "conv_weight_products", "conv_winograd"]
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 
@@ -65,8 +63,10 @@ def has_compiler() -> bool:
 
 
 def build_kernels(source: Path, key: str) -> Any:
-    """Return the ctypes library built from a C++ file, the kernels of the setting `key`; `ConfigError` if the compiler
-    fails. PyTorch's Inductor calls the compiler and caches the library, as for a compiled step."""
+    """Return the ctypes library built from a C++ file, the kernels of the setting `key`; `ConfigError` if there is no
+    compiler or it fails. PyTorch's Inductor calls the compiler and caches the library, as for a compiled step."""
+    if missing := missing_compiler(torch.device("cpu")):
+        raise ConfigError(f"{key} needs {missing}")
     from torch._inductor.codecache import CppCodeCache
 
     # it warns about a CUDA toolkit without a GPU, which is irrelevant here
@@ -82,54 +82,27 @@ def build_kernels(source: Path, key: str) -> Any:
     except (RuntimeError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
         raise ConfigError(
-            f"{key}: its kernels could not be built: {lines[-1]}; use {key} false, or repair the "
-            "compiler or the folder that TORCHINDUCTOR_CACHE_DIR names"
+            f"{key}: its kernels could not be built: {lines[-1]}; repair the compiler or the folder that "
+            "TORCHINDUCTOR_CACHE_DIR names, or do without the setting"
         ) from error
 
 
-def wants_own_layers(config: SpeedConfig, key: SwitchKey, device: torch.device, *, auto: bool) -> bool:
-    """Whether the setting `key` replaces PyTorch's layers by our own: always if true; if auto, for eager steps over
-    NHWC memory on a CPU, provided that `auto` holds."""
-    asked = getattr(config, key)
-    here = device.type == "cpu" and config.enable_nhwc and not compiles(config, device)
-    return asked is True or (asked == "auto" and here and auto)
+def use_layers(asked: Auto, config: SpeedConfig, device: torch.device, replace: Callable[[], None]) -> list[str]:
+    """Call `replace`, which puts our own layers into a network, if the value `asked` of a setting wants it: always if
+    true; if auto, for eager steps over NHWC memory on a CPU. Return notes for the log.
 
-
-def replace_convolutions(
-    config: SpeedConfig, key: SwitchKey, model: nn.Module, device: torch.device, fits: Callable[[nn.Conv2d], bool],
-    kind: type[nn.Conv2d], *, auto: bool, missing: str, build: Callable[[], Any] | None = None,
-) -> list[str]:  # fmt: skip
-    """Turn each Conv2d of `model` that `fits` into a `kind`, as the setting `key` asks; return notes for the log.
-
-    `build` makes the kernels, if any. `ConfigError` if the setting is true and the network has no `missing`.
+    Where `replace` cannot, it raises `ConfigError` before it changes the network. Auto then leaves PyTorch's layers.
     """
-    asked = getattr(config, key)
-    if device.type != "cpu":
-        return [f"{key}: no effect, it is for CPUs only"] if asked is True else []
-    if not wants_own_layers(config, key, device, auto=auto):
+    here = device.type == "cpu" and config.enable_nhwc and not compiles(config, device)
+    if asked is False or (asked == "auto" and not here):
         return []
-    compiler = missing_compiler(device) if build is not None else ""
-    if compiler:
-        raise ConfigError(f"{key} true needs {compiler}; else use {key} false")
-    found = [module for module in model.modules() if type(module) is nn.Conv2d and fits(module)]
-    if asked is True and not found:
-        raise ConfigError(f"{key} true: the network has no {missing}; use false")
-    if found and build is not None and (failure := build_failure(build, asked)):
-        return [failure]
-    for module in found:
-        module.__class__ = kind
-    return []
-
-
-def build_failure(build: Callable[[], Any], asked: object) -> str:
-    """Return why `build` fails, as a note for the log; empty if it succeeds. Raise if the setting is true, not auto."""
     try:
-        build()
+        replace()
     except ConfigError as error:
         if asked is True:
             raise
-        return f"skipped: {error}"
-    return ""
+        return [f"skipped: {error}"]
+    return []
 
 
 def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
