@@ -286,7 +286,7 @@ def run_with_a_faulty_worker(killed: bool, folder: Path) -> int:
     ("killed", "reason"),
     [
         (False, r"a loader worker failed: ZeroDivisionError: the sixth batch \(File "),
-        (True, r"loader worker \d+ was killed, as the kernel does when host memory runs out"),
+        (True, r"loader worker \d+ was killed, as the kernel does when host memory or /dev/shm runs out"),
     ],
 )
 def test_a_failed_loader_worker_of_one_rank_ends_both_and_is_printed_once(tmp_path, killed, reason):

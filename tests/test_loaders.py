@@ -6,7 +6,6 @@ import signal
 import sys
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -338,14 +337,6 @@ def test_workers_are_capped_to_the_ranks_part_of_the_cores(cores, ranks, workers
     assert build("torchvision", num_data_workers=0).notes == []
     (note,) = built.notes
     assert note == f"num_data_workers: {workers} instead of 64, for {ranks} rank(s) on {cores} cores"
-
-
-def test_each_worker_needs_shared_memory_for_its_prefetched_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=6 * workers.PREFETCHED, f_frsize=100))
-    workers.check_shared_memory(batch_bytes=200, num_workers=3)
-    with pytest.raises(ConfigError, match=r"has 0 MB free; 3 data workers(.|\n)*--ipc=host, or --shm-size"):
-        workers.check_shared_memory(batch_bytes=201, num_workers=3)
 
 
 def test_workers_that_cannot_make_sockets_are_an_error(build, monkeypatch):

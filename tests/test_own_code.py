@@ -16,7 +16,7 @@ from tests.processes import complaints, run_job
 from tools.doctor import machine
 from train import Trainer
 from utils.config.command_line import Arguments
-from utils.data.build import build_loaders, find_dataset, image_side, open_dataset
+from utils.data.build import build_loaders, find_dataset, open_dataset
 from utils.data.datasets.custom import load_own
 from utils.errors import CheckpointError, ConfigError, DataError
 from utils.run.checkpoint.io import list_checkpoints, read_checkpoint
@@ -314,7 +314,7 @@ def test_every_loader_takes_own_data(tiny, one_rank, code, loader, function):
     config = tiny(**OWN | changes, rnd_crop_padding=0, rnd_horizontal_flip=False, limit_train_batches=None)
     loaders = build_loaders(config, open_dataset(config, one_rank), one_rank)
     side = 20 if function == "arrays" else 16
-    assert next(iter(loaders.train))[0].shape[1:] == (3, 16, side) and image_side(config) == side
+    assert next(iter(loaders.train))[0].shape[1:] == (3, 16, side)
     labels = torch.cat([batch for _, batch in loaders.valid])
     expected = np.asarray(sys.modules["of_mine"].arrays(code, count=400 if function == "arrays" else 320)["valid"][1])
     if loader != "synthetic":

@@ -126,9 +126,10 @@ def layer_costs(network: Config | str) -> list[tuple[int, float]]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from utils.data.build import image_side
+    from utils.data.build import find_dataset
 
-    side = image_side(network)
+    no_images = network.model_copy(update={"data_loader": "synthetic", "holdout_images": 0})
+    side = find_dataset(no_images, download=False).train.image_shape[-1]
     with torch.device("meta"), FlopCounterMode(display=False) as counter:  # shapes without memory
         model = build_model(network, side)
         model(torch.zeros(1, 3, side, side))

@@ -40,7 +40,10 @@ def run(options: argparse.Namespace) -> int:
 
     def measure(world: World) -> None:
         prepare_backends(config, world.device)
-        step = build_measured(config, world).train_step if options.steps else None
+        step = None
+        if options.steps:
+            side = open_dataset(config, world).train.image_shape[-1]
+            step = build_measured(config, world, image_side=side).train_step
         cases = {name: LoaderTrial(chosen, world, step, options) for name, chosen in configs.items()}
         # several ranks must all skip a case, or none
         results = common.measure(cases, options.trials, skip=world.world_size == 1)

@@ -21,7 +21,8 @@ from tools.bench.training import Fed, OurStep, alone, endless
 from tools.shared.output import print_table
 from utils.base_config import as_yaml
 from utils.config import Config
-from utils.data.build import image_side
+from utils.data.build import open_dataset
+from utils.data.datasets.dataset import Dataset
 from utils.errors import ConfigError
 from utils.run.logging.environment import device_name
 from utils.training.batches import prefetch
@@ -92,7 +93,7 @@ def timm_case(config: Config, warmup: int, iters: int) -> common.Case:
     from timm.task import ClassificationTask
     from timm.utils import NativeScaler
 
-    device, model, precision = _prepare(config)
+    device, model, precision, dataset = _prepare(config)
     optimizer = create_optimizer(
         model, opt="sgd" if config.nesterov else "momentum", lr=config.lr, momentum=config.momentum,
         weight_decay=config.weight_decay, filter_bias_and_bn=False,
@@ -115,7 +116,7 @@ def timm_case(config: Config, warmup: int, iters: int) -> common.Case:
             optimizer.step()
         optimizer.zero_grad()
 
-    return Fed(config, step, warmup, iters)
+    return Fed(config, step, warmup, iters, dataset)
 
 
 def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
@@ -123,7 +124,7 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
     lightning = _import("lightning")
     logging.getLogger("lightning").setLevel(logging.ERROR)  # otherwise it prints a page of advice in every trial
     warnings.filterwarnings("ignore", module="lightning")
-    device, model, precision = _prepare(config)
+    device, model, precision, dataset = _prepare(config)
     forward = torch.compile(model, dynamic=False) if compiles(config, device) else model
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -150,7 +151,7 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return build_optimizer(config, self.model.parameters())
 
-    fed = Fed(config, lambda *_: None, warmup, iters)
+    fed = Fed(config, lambda *_: None, warmup, iters, dataset)
     names = {"O0": "32-true", "O1": "16-mixed" if precision.loss_scale is not None else "bf16-mixed"}
 
     def trial() -> dict[str, float]:
@@ -167,7 +168,7 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
 
 def plain_case(config: Config, warmup: int, iters: int) -> common.Case:
     """A loop of PyTorch's own parts: autocast, GradScaler, cross-entropy, backward, optimizer."""
-    device, model, precision = _prepare(config)
+    device, model, precision, dataset = _prepare(config)
     forward = torch.compile(model, dynamic=False) if compiles(config, device) else model
     optimizer = build_optimizer(config, model.parameters())
     scaler = torch.amp.GradScaler(device.type, enabled=precision.loss_scale is not None)
@@ -180,18 +181,18 @@ def plain_case(config: Config, warmup: int, iters: int) -> common.Case:
         scaler.step(optimizer)
         scaler.update()
 
-    return Fed(config, step, warmup, iters)
+    return Fed(config, step, warmup, iters, dataset)
 
 
-def _prepare(config: Config) -> tuple[torch.device, nn.Module, Precision]:
-    """Return what all trainers share: the device, the network with the seed's weights, its precision."""
-    device = alone(config).device
+def _prepare(config: Config) -> tuple[torch.device, nn.Module, Precision, Dataset]:
+    """Return what all trainers share: the device, the network with the seed's weights, its precision, the data."""
+    device, dataset = alone(config).device, open_dataset(config, alone(config))
     prepare_backends(config, device)
     torch.manual_seed(config.seed)
-    model = build_model(config, image_side(config)).to(device)
+    model = build_model(config, dataset.train.image_shape[-1]).to(device)
     if config.enable_nhwc:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return device, model, choose_precision(config, device)
+    return device, model, choose_precision(config, device), dataset
 
 
 def _import(name: str) -> ModuleType:

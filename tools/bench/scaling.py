@@ -116,10 +116,10 @@ def summarise(results: common.Results) -> dict[str, dict[str, Any]]:
 def measure_rank(config: Config, world: World, warmup: int, iters: int) -> dict[str, float]:
     """Collective: measure a training step with and without communication."""
     images, labels = next(iter(build_loaders(config, open_dataset(config, world), world).train))
-    cases = {"ddp": build_measured(config, world)}
+    cases = {"ddp": build_measured(config, world, image_side=images.shape[-1])}
     if world.world_size > 1:
         silent = Config(**config.model_dump() | {"parallel": "no_communication"})
-        cases["no_communication"] = build_measured(silent, world)
+        cases["no_communication"] = build_measured(silent, world, image_side=images.shape[-1])
     for learner in cases.values():
         _time_steps(learner, images, labels, world, max(warmup, capture_steps(config, world.device)))
     seconds: dict[str, list[float]] = {name: [] for name in cases}

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from models import build_model
 from tools.bench.common import time_action
 from utils.config import Config
-from utils.data.build import Loader, build_loaders, image_side, open_dataset
+from utils.data.build import Loader, build_loaders, open_dataset
+from utils.data.datasets.dataset import Dataset
 from utils.distributed.config import DistributedConfig
 from utils.distributed.ddp import distribute
 from utils.distributed.world import World, choose_device
@@ -30,10 +31,13 @@ def alone(config: Config) -> World:
 
 
 def build_measured(
-    config: Config, world: World, wrap: Callable[[DistributedConfig, nn.Module, World], nn.Module] = distribute
+    config: Config,
+    world: World,
+    wrap: Callable[[DistributedConfig, nn.Module, World], nn.Module] = distribute,
+    image_side: int | None = None,
 ) -> Learner:
-    """Collective: build train.py's learner, distributed over the ranks by `wrap`."""
-    build = partial(build_model, image_side=image_side(config))
+    """Collective: build train.py's learner, distributed over the ranks by `wrap`, for images of `image_side` pixels."""
+    build = partial(build_model, image_side=image_side)
     learner = build_learner(config, build, world, STEPS_PER_EPOCH, wrap=wrap)
     learner.model.train()
     return learner
@@ -67,9 +71,9 @@ def images_per_sec(
 class Fed:
     """Measures images per second of a step fed by the configuration's loader: {"full": images/s}."""
 
-    def __init__(self, config: Config, step: Consumer, warmup: int, iters: int) -> None:
+    def __init__(self, config: Config, step: Consumer, warmup: int, iters: int, dataset: Dataset) -> None:
         self.world, self.config, self.step, self.steps = alone(config), config, step, (warmup, iters)
-        self.loader = build_loaders(config, open_dataset(config, self.world), self.world).train
+        self.loader = build_loaders(config, dataset, self.world).train
 
     def time(self, batches: Iterator[Batch], consume: Consumer) -> float:
         return images_per_sec(self.config, self.world.device, batches, *self.steps, consume)
@@ -83,8 +87,9 @@ class OurStep(Fed):
     """Measures train.py's step and loader together."""
 
     def __init__(self, config: Config, warmup: int, iters: int) -> None:
-        self.learner = build_measured(config, alone(config))
-        super().__init__(config, self.learner.train_step, warmup, iters)
+        dataset = open_dataset(config, alone(config))
+        self.learner = build_measured(config, alone(config), image_side=dataset.train.image_shape[-1])
+        super().__init__(config, self.learner.train_step, warmup, iters, dataset)
         self.batch = next(iter(self.loader))
         for _ in range(capture_steps(config, self.world.device)):
             self.step(*self.batch)

@@ -30,8 +30,8 @@ def burn_in(config: Config, world: World, minutes: float) -> Finding:
     """Collective: train for `minutes`, at least two rounds; return this rank's finding."""
     # synthetic shapes need no files
     config = config.model_copy(update={"dataset": "shapes", "num_classes": 10, "data_loader": "device"})
-    learner = build_measured(config, world)
     batch = next(iter(endless(build_loaders(config, open_dataset(config, world), world).train)))
+    learner = build_measured(config, world, image_side=batch[0].shape[-1])
 
     def train(steps: int) -> None:
         for _ in range(steps):

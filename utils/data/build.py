@@ -1,6 +1,5 @@
 """Open the configured dataset and build its loaders."""
 
-import math
 import os
 import platform
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from utils.data.loaders.device import DeviceLoader, SyntheticLoader, decode_all
 from utils.data.loaders.torchvision import TorchvisionLoader
 from utils.data.sampling import EpochPlan
 from utils.data.transforms.augment import Normalise
-from utils.data.workers import cap_workers, check_shared_memory, check_sockets, usable_cores
+from utils.data.workers import usable_cores
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import in_batch_job, name_ranks
 from utils.distributed.world import World
@@ -83,18 +82,10 @@ def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
     return hold_out(dataset, config.holdout_images)
 
 
-def image_side(config: DataConfig) -> int:
-    """Return the side of the images in pixels; read the data only if neither setting nor dataset gives the side."""
-    if config.image_size is not None:
-        return config.image_size
-    if config.dataset == "imagefolder" or is_user_code(config.dataset):
-        return find_dataset(config, download=False).train.image_shape[-1]
-    return IMAGENET_SIZE if config.dataset == "imagenet" else IMAGE_SHAPE[-1]
-
-
 def black_images(config: DataConfig) -> Dataset:
     """Return a dataset with black images of the right number and size, which take no memory."""
-    size, version = image_side(config), VERSIONS.get(config.dataset)
+    version = VERSIONS.get(config.dataset)
+    size = IMAGE_SHAPE[-1] if version else config.image_size or IMAGENET_SIZE
     train, valid = (
         ImageArrays(np.broadcast_to(np.uint8(0), (count, 3, size, size)), np.zeros(count, np.int64))
         for count in DATASET_SIZES[config.dataset]
@@ -118,11 +109,9 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
             f"rnd_resized_crop needs images that are decoded in each epoch, not {config.dataset} with "
             f"{config.data_loader}; use dataset imagefolder or imagenet with data_loader torchvision or dali"
         )
-    plan = _plan_training(config, dataset.train, world)
-    largest = batch_bytes(config, plan.batch_size, dataset.train.image_shape)
-    build, notes = _choose_builder(config, dataset.mean, dataset.std, largest, world)
-    train = build(dataset.train, plan)
-    valid, *test = (build(split, None) for split in (dataset.valid, dataset.test) if split is not None)
+    build, notes = _choose_builder(config, dataset.mean, dataset.std, world)
+    train = build(dataset.train, True)
+    valid, *test = (build(split, False) for split in (dataset.valid, dataset.test) if split is not None)
     return Loaders(train, valid, test[0] if test else None, [*dataset.notes, *notes])
 
 
@@ -130,62 +119,47 @@ def build_valid_loader(
     config: DataConfig, split: Split, mean: tuple[float, ...], std: tuple[float, ...], world: World
 ) -> tuple[Loader, list[str]]:
     """Collective: build the loader of this rank that validates on `split`; return it and notes for the log."""
-    build, notes = _choose_builder(config, mean, std, batch_bytes(config, 0, split.image_shape), world)
-    return build(split, None), notes
+    build, notes = _choose_builder(config, mean, std, world)
+    return build(split, False), notes
 
 
 def _choose_builder(
-    config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...], largest_batch: int, world: World
-) -> tuple[Callable[[Split, EpochPlan | None], Loader], list[str]]:
-    """Collective: return a function that builds a loader of this rank from a split and the plan of training,
-    None for validation; `largest_batch` in bytes."""
+    config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...], world: World
+) -> tuple[Callable[[Split, bool], Loader], list[str]]:
+    """Collective: return a function that builds a loader of this rank from a split, for training or not, and notes."""
     kind = LOADERS[config.data_loader]
     num_workers, notes = _count_workers(config, world) if kind.has_workers else (0, [])
-    if kind.shares_memory:
-        # One loader runs at a time, and the workers of an idle loader hold no batches.
-        ranks_here = world.all_gather(platform.node()).count(platform.node())
-        check_shared_memory(largest_batch, num_workers * ranks_here)
-        check_sockets(num_workers)
     # NHWC: the loader returns images in the model's memory format
     memory_format = torch.channels_last if config.enable_nhwc else torch.contiguous_format
     normalise = Normalise(mean, std, world.device, memory_format)
 
-    def build(split: Split, plan: EpochPlan | None) -> Loader:
+    def build(split: Split, training: bool) -> Loader:
         if kind.in_memory:
-            split = decode_all(split, replace=plan is not None)
-        plan = plan or _plan_validation(config, split, world)
+            split = decode_all(split, replace=training)
+        plan = _plan_epochs(config, len(split.labels), world, training)
         return BUILDERS[config.data_loader](config, split, plan, normalise, num_workers)
 
     return build, notes
 
 
-def _plan_validation(config: DataConfig, split: Split, world: World) -> EpochPlan:
+def _plan_epochs(config: DataConfig, num_samples: int, world: World, training: bool) -> EpochPlan:
+    rank_batch_size, limit = config.valid_batch_size_per_gpu, config.limit_valid_batches
+    if training:
+        if config.batch_size > num_samples:
+            raise ConfigError(f"batch_size {config.batch_size} exceeds the {num_samples} training images; use fewer")
+        rank_batch_size = divide_batch(config.batch_size, world.world_size, config.micro_batch_size).rank_batch_size
+        limit = config.train_limit
     return EpochPlan(
-        len(split.labels), config.valid_batch_size_per_gpu, world.rank, world.world_size, training=False,
-        limit=config.limit_valid_batches,
+        num_samples, rank_batch_size, world.rank, world.world_size, training, seed=config.seed if training else 0,
+        augmentation=config if training and config.augments_images else None, limit=limit,
     )  # fmt: skip
-
-
-def _plan_training(config: DataConfig, split: Split, world: World) -> EpochPlan:
-    num_samples = len(split.labels)
-    if config.batch_size > num_samples:
-        raise ConfigError(f"batch_size {config.batch_size} exceeds the {num_samples} training images; use fewer")
-    rank_batch_size = divide_batch(config.batch_size, world.world_size, config.micro_batch_size).rank_batch_size
-    return EpochPlan(
-        num_samples, rank_batch_size, world.rank, world.world_size, training=True, seed=config.seed,
-        augmentation=config if config.augments_images else None, limit=config.train_limit,
-    )  # fmt: skip
-
-
-def batch_bytes(config: DataConfig, rank_batch_size: int, image_shape: tuple[int, int, int]) -> int:
-    """Return the size of a rank's larger batch, training or validation, as workers pass it on: uint8."""
-    return max(rank_batch_size, config.valid_batch_size_per_gpu) * math.prod(image_shape)
 
 
 def _count_workers(config: DataConfig, world: World) -> tuple[int, list[str]]:
     """Collective: return `num_data_workers`, capped to this rank's part of its cores, and a note if it is capped."""
     here = (platform.node(), sorted(os.sched_getaffinity(0)))
     sharing = world.all_gather(here).count(here)
-    workers, wanted = cap_workers(config.num_data_workers, sharing), config.num_data_workers
-    note = f"num_data_workers: {workers} instead of {wanted}, for {sharing} rank(s) on {usable_cores()} cores"
+    wanted, cores = config.num_data_workers, usable_cores()
+    workers = min(wanted, max(1, cores // sharing))
+    note = f"num_data_workers: {workers} instead of {wanted}, for {sharing} rank(s) on {cores} cores"
     return workers, [] if workers == wanted else [note]

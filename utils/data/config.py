@@ -16,13 +16,12 @@ class LoaderKind:
     """Properties of a loader that are needed before it is built; utils/data/build.py has the classes."""
 
     has_workers: bool = False  # num_data_workers applies
-    shares_memory: bool = False  # its workers pass batches through shared memory
     in_memory: bool = False  # holds all images in memory: files are decoded once, at the start
     needs_data: bool = True  # False: the dataset's size is enough
 
 
 LOADERS = {
-    "torchvision": LoaderKind(has_workers=True, shares_memory=True),
+    "torchvision": LoaderKind(has_workers=True),
     "dali": LoaderKind(has_workers=True),
     "device": LoaderKind(in_memory=True),
     "synthetic": LoaderKind(needs_data=False),

@@ -1,15 +1,13 @@
-"""Worker processes of a loader: their number, signals, shared memory and sockets."""
+"""Worker processes of a loader: signals and sockets."""
 
 import os
 import signal
 import threading
 from multiprocessing.connection import Listener
-from pathlib import Path
 
 from utils.errors import ConfigError
 
 PREFETCHED = 2  # batches that each worker prepares ahead
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def init_worker(worker: int) -> None:
@@ -30,21 +28,6 @@ def init_worker(worker: int) -> None:
     threading.Thread(target=wait_for_the_trainer, daemon=True).start()
 
 
-def check_shared_memory(batch_bytes: int, num_workers: int) -> None:
-    """`ConfigError` if shared memory is too small for the prefetched batches of `num_workers` on this machine."""
-    if not num_workers or not SHARED_MEMORY.is_dir():
-        return
-    needed, status = batch_bytes * num_workers * PREFETCHED, os.statvfs(SHARED_MEMORY)
-    free = status.f_bavail * status.f_frsize
-    if free < needed:
-        raise ConfigError(
-            f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free; {num_workers} data workers on this machine, each with "
-            f"{PREFETCHED} prefetched batches of {batch_bytes / 1e6:.1f} MB, need {needed / 1e6:.0f} MB.\n"
-            "In a container: docker run --ipc=host, or --shm-size=8g; else fewer workers, "
-            "--set num_data_workers=0 (no shared memory), or --set data_loader=device"
-        )
-
-
 def check_sockets(num_workers: int) -> None:
     """`ConfigError` if workers cannot make the sockets below TMPDIR through which they share their batches' memory. A
     socket's path has at most 107 bytes, and a worker without a socket never sends a batch."""
@@ -56,11 +39,6 @@ def check_sockets(num_workers: int) -> None:
             f"TMPDIR: worker processes cannot make a socket below {os.environ.get('TMPDIR', '/tmp')} ({error}).\n"
             "Set TMPDIR to a short path on a local disk, such as /tmp; else --set num_data_workers=0"
         ) from None
-
-
-def cap_workers(wanted: int, sharing: int) -> int:
-    """Return `wanted` loader workers, but at most a rank's part of the cores that `sharing` ranks may run on."""
-    return min(wanted, max(1, usable_cores() // sharing))
 
 
 def usable_cores() -> int:

@@ -13,7 +13,7 @@ from utils.data.datasets.dataset import Split
 from utils.data.loader import Loader
 from utils.data.sampling import EpochPlan, IntArray
 from utils.data.transforms.augment import Normalise, augment_each
-from utils.data.workers import PREFETCHED, init_worker
+from utils.data.workers import PREFETCHED, check_sockets, init_worker
 from utils.errors import ExpectedError
 
 DELAY_SECONDS = 0.1  # before workers are started
@@ -51,6 +51,7 @@ class TorchvisionLoader(Loader):
         self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int
     ) -> None:
         super().__init__(plan, normalise)
+        check_sockets(num_workers)
         self.has_workers = False
         self.batches: list[tuple[int, IntArray]] = []  # (epoch, indices) of each, so that workers need no shared state
         self.loader = DataLoader(
