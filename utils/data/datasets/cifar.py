@@ -120,13 +120,8 @@ def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archiv
     except OSError as error:
         problem = f"{error.filename or data_path}: {error.strerror}"
     away = "" if folder is None else f". Move {folder} away"
-    raise DataError(f"{problem}{away}; to get good data:\n{remedy(version, data_path)}")
-
-
-def remedy(version: CifarVersion, data_path: Path) -> str:
-    """Return the command that gets good files, with and without a network."""
     fetch = f"{command('prepare_data')} --dataset {version.name} --data_path {shlex.quote(str(data_path))}"
-    return f"{fetch} (without a network: --from ARCHIVE)"
+    raise DataError(f"{problem}{away}; to get good data:\n{fetch} (without a network: --from ARCHIVE)")
 
 
 def find_folder(version: CifarVersion, data_path: Path) -> Path | None:

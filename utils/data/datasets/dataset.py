@@ -82,8 +82,7 @@ def load_dataset(name: str, data_path: Path, *, download: bool) -> Dataset:
 def _generate_shapes_dataset() -> Dataset:
     train = ImageArrays(*generate_shapes(NUM_SHAPES_TRAIN, [0, 0]))
     valid = ImageArrays(*generate_shapes(NUM_SHAPES_VALID, [0, 1]))
-    mean, std = channel_statistics(train.images)
-    return Dataset("shapes", train, valid, CLASS_NAMES, mean, std)
+    return Dataset("shapes", train, valid, CLASS_NAMES, *channel_statistics(train.images))
 
 
 def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:

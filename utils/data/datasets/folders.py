@@ -3,6 +3,7 @@
 DATA_PATH/train/CLASS/*.jpg    DATA_PATH/val/CLASS/*.jpg
 """
 
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from utils.data.datasets.dataset import Dataset, channel_statistics
-from utils.data.datasets.image_files import EncodedImages, ImageFiles, describe_unreadable, image_sides, printable_name
+from utils.data.datasets.image_files import EncodedImages, ImageFiles, describe_unreadable, printable_name
 from utils.errors import DataError
 from utils.files import name_file_in_error
 from utils.program import command
@@ -47,7 +48,9 @@ def build_from_files(
     # the same sample on every rank
     sample = np.linspace(0, len(train.labels) - 1, min(STATISTICS_IMAGES, len(train.labels))).astype(np.int64)
     if size is None:
-        read = train.read_each(sample, lambda content, _: min(image_sides(content)), replace=False)
+        from PIL import Image
+
+        read = train.read_each(sample, lambda content, _: min(Image.open(io.BytesIO(content)).size), replace=False)
         _check_any(read)
         low, size, high = (int(np.quantile(read.samples, q, method="lower")) for q in (0, 0.5, 1))
         sides = f"the median of {len(read.samples)} training images' shorter sides, which are {low} to {high} pixels"
@@ -110,11 +113,9 @@ def _entries(folder: Path) -> tuple[list[str], list[str]]:
     with name_file_in_error(folder, "cannot be read", f"; {LAYOUT}", DataError):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     folders = [entry.name for entry in entries if os.path.isdir(entry) and not entry.name.startswith(".")]
-    return folders, [entry.name for entry in entries if _is_image(entry.name) and not os.path.isdir(entry)]
-
-
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(EXTENSIONS)
+    return folders, [
+        entry.name for entry in entries if entry.name.lower().endswith(EXTENSIONS) and not os.path.isdir(entry)
+    ]
 
 
 def _list_images(folder: str) -> list[str]:
@@ -126,7 +127,7 @@ def _list_images(folder: str) -> list[str]:
     images = []
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        images += [os.path.join(parent, name) for name in files if _is_image(name)]
+        images += [os.path.join(parent, name) for name in files if name.lower().endswith(EXTENSIONS)]
     return sorted(images, key=os.path.split)
 
 

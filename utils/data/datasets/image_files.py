@@ -112,11 +112,7 @@ class ImageFiles(EncodedImages):
 
 
 def decode_image(content: bytes) -> "Image.Image":
-    """Decode an image to RGB, for every loader. Raises PIL's exception if the bytes are no image.
-
-    As torchvision.datasets.ImageFolder and PIL do, it ignores the EXIF orientation, drops alpha and takes the first
-    frame. But of 16-bit grey it keeps the upper eight bits, since PIL's conversion makes nearly all pixels white.
-    """
+    """Decode an image to RGB, for every loader. Raises PIL's exception if the bytes are no image."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as encoded:
@@ -124,7 +120,8 @@ def decode_image(content: bytes) -> "Image.Image":
 
 
 def as_rgb(image: "Image.Image") -> "Image.Image":
-    """Convert any PIL image to RGB; see `decode_image`."""
+    """Convert any PIL image to RGB: as torchvision.datasets.ImageFolder and PIL do, without EXIF orientation and alpha,
+    the first frame. But of 16-bit grey it keeps the upper eight bits: PIL's conversion makes nearly all white."""
     from PIL import Image
 
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
@@ -149,20 +146,10 @@ def central_square(height: int, width: int, size: int, fraction: float) -> tuple
 
 
 def _reason(error: Exception) -> str:
-    """Describe the error without memory addresses, which differ between runs."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # without the file's name, which the message has already
+    """Describe the error without the file's name, and without memory addresses, which differ between runs."""
     if type(error).__name__ == "UnidentifiedImageError":
         return "not an image, or of an unknown format"
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def image_sides(content: bytes) -> tuple[int, int]:
-    """Return (width, height) from an image's header. Raises PIL's exception if the bytes are no image."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(content)) as encoded:
-        return encoded.size
+    return getattr(error, "strerror", None) or " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def describe_unreadable(unreadable: dict[str, str]) -> str:

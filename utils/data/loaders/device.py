@@ -12,7 +12,7 @@ from utils.data.config import DataConfig
 from utils.data.datasets.dataset import ImageArrays, Split
 from utils.data.datasets.image_files import describe_unreadable
 from utils.data.loader import Loader
-from utils.data.sampling import EpochPlan, IntArray
+from utils.data.sampling import EpochPlan
 from utils.data.transforms.augment import BatchAugmenter, Normalise, pixel_maps
 from utils.data.workers import usable_cores
 from utils.errors import DataError
@@ -32,7 +32,10 @@ class DeviceLoader(Loader):
         assert isinstance(arrays, ImageArrays)
         super().__init__(plan, normalise)
         self.unreadable |= arrays.unreadable
-        self.images, self.labels = (_to_device(array, self.device) for array in (arrays.images, arrays.labels))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the memory map is read-only; no code writes to it
+            self.images = torch.from_numpy(arrays.images).to(self.device)
+        self.labels = torch.from_numpy(arrays.labels).to(self.device)
         self.augment = BatchAugmenter(*arrays.image_shape[1:], self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -40,17 +43,15 @@ class DeviceLoader(Loader):
         for start in range(0, len(batches), BATCHES_AT_ONCE):
             batches_now = batches[start : start + BATCHES_AT_ONCE]
             sizes, indices = [len(batch) for batch in batches_now], np.concatenate(batches_now)
-            maps = self._pixel_maps(indices)
-            maps_of_batches = [None] * len(sizes) if maps is None else maps.split(sizes)
-            for chosen, batch_maps in zip(self._copy(indices).split(sizes), maps_of_batches, strict=True):
+            augmentation = self.plan.sample_augmentation(self.epoch, indices)
+            maps = iter(())
+            if augmentation is not None:
+                maps = iter(self._copy(pixel_maps(augmentation, *self.images.shape[2:])).split(sizes))
+            for chosen in self._copy(indices).split(sizes):
                 images = self.images.index_select(0, chosen)
-                if batch_maps is not None:
-                    images = self.augment(images, batch_maps)
+                if augmentation is not None:
+                    images = self.augment(images, next(maps))
                 yield self.normalise(images), self.labels.index_select(0, chosen)
-
-    def _pixel_maps(self, indices: IntArray) -> Tensor | None:
-        augmentation = self.plan.sample_augmentation(self.epoch, indices)
-        return None if augmentation is None else self._copy(pixel_maps(augmentation, *self.images.shape[2:]))
 
     def _copy(self, values: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(values)
@@ -73,19 +74,6 @@ class SyntheticLoader(Loader):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for indices in self.plan.batches(0, self.first_batch):
             yield self.images[: len(indices)], self.labels[: len(indices)]
-
-
-def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Return the array itself on a CPU, else a copy, made in parts to need little host memory."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the memory map is read-only; no code writes to it
-        tensor = torch.from_numpy(values)
-    if device.type == "cpu":
-        return tensor
-    copy = torch.empty(values.shape, dtype=tensor.dtype, device=device)
-    for target, source in zip(copy.split(4096), tensor.split(4096), strict=True):
-        target.copy_(source)
-    return copy
 
 
 def decode_all(split: Split, *, replace: bool) -> ImageArrays:
