@@ -1,6 +1,5 @@
 """`dataset: imagefolder` and `imagenet`: class folders through every loader."""
 
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -324,19 +323,6 @@ def test_wrong_folders_are_named(damage, config, made, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_an_unreadable_class_folder_is_named(config, one_rank, monkeypatch):
-    scandir = os.scandir
-
-    def refuse(folder):
-        if Path(folder).name == "cat":
-            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
-        return scandir(folder)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(DataError, match="train/cat: cannot be read: Permission denied"):
-        open_dataset(config("imagefolder"), one_rank)
-
-
 def test_validation_images_that_are_all_unreadable(config, made, one_rank, tmp_path):
     shutil.copytree(made / "small", tmp_path / "data")
     for path in (tmp_path / "data/val").rglob("*.png"):
@@ -361,16 +347,6 @@ def test_all_images_unreadable(config, made, tmp_path):
         device_loader.decode_all(
             open_dataset(config("imagenet", data_path=str(tmp_path / "data")), pretend()).train, replace=True
         )
-
-
-def test_the_loader_device_refuses_to_train_on_a_part_of_the_images(config, made, monkeypatch):
-    """The folders disappear while they are read."""
-    train = open_dataset(config("imagenet", data_path=str(made / "small")), pretend()).train
-    count, good = len(train.labels), Path(train.path(0)).read_bytes()
-    left = [good, *[b""] * (count * count)]
-    monkeypatch.setattr(type(train), "content", lambda self, index: left.pop(0))
-    with pytest.raises(DataError, match=f"1 of {count} images can be read or replaced"):
-        device_loader.decode_all(train, replace=True)
 
 
 def test_data_that_do_not_fit_the_configuration(config):

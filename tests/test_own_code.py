@@ -11,8 +11,7 @@ import torch
 
 import train
 from models import build_model
-from tests.conftest import CIFAR100, tiny_config
-from tests.processes import complaints, run_job
+from tests.conftest import CIFAR100
 from tools.doctor import machine
 from train import Trainer
 from utils.config.command_line import Arguments
@@ -39,9 +38,6 @@ def no_network(num_classes):
 
 def no_head(num_classes):
     return nn.Conv2d(3, 8, 3)
-
-def takes_nothing():
-    return nn.Linear(2, 2)
 
 class Flat(nn.Linear):
     def forward(self, images):
@@ -92,9 +88,6 @@ def arrays(data_path, seed=0, count=400):
         "valid": (torch.from_numpy(images[300:]), labels[300:].tolist()),
         "class_names": ["a", "b", "c", "d"],
     }
-
-def other_arrays(data_path):
-    return arrays(data_path, seed=None)
 
 def files(data_path):
     given = arrays(data_path, count=320)
@@ -189,12 +182,10 @@ REFUSED_NETWORKS = [
     ("of_mine:fails", r"fails: IndexError: list index out of range\n{file}:12: return nn.Linear\(num_classes, \[\]"),
     ("of_mine:no_network", "expected a torch.nn.Module with trained parameters, not 'resnet8'"),
     ("of_mine:no_head", r"turns images \[2, 3, 32, 32\] into \[2, 8, 30, 30\]; expected logits \[2, 10\]"),
-    ("of_mine:takes_nothing", "TypeError: takes_nothing.. got an unexpected keyword argument 'num_classes'"),
-    ("of_mine:flat", r"cannot take images \[2, 3, 32, 32\]: Runtime.*\n{file}:25: return super\(\).forward"),
+    ("of_mine:flat", r"cannot take images \[2, 3, 32, 32\]: Runtime.*\n{file}:22: return super\(\).forward"),
     ("of_mine:lazy", "1.weight of its state is no tensor with values; .* give lazy layers their shapes"),
     ("of_mine:all_frozen", "expected a torch.nn.Module with trained parameters"),
     ("of_mine:auxiliary", r"turns images \[2, 3, 32, 32\] in training into a tuple; expected logits \[2, 10\]"),
-    ("of_mine:netwerk", "AttributeError: module 'of_mine' has no attribute 'netwerk'"),
     ("nowhere:network", r"is not on Python's path or in {folder}, .*: ModuleNotFoundError: No module named 'nowhere'"),
     ("broken:network", r"broken:network .* cannot be imported: Syntax.*\n{folder}/broken.py:2: def network\(:"),
     ("leaves:network", r"cannot be imported: SystemExit: 3\n{folder}/leaves.py:2: sys.exit\(3\)"),
@@ -353,16 +344,13 @@ REFUSED_DATA = [
     (without("valid"), r"returned \['train', 'class_names'\]; expected a dict"),
     (lambda data: data | {"class_names": "abcd"}, "class_names is 'abcd'; expected at least two strings"),
     (lambda data: data | {"train": 3}, "train: is 3; expected the pair"),
-    (change("train", images=iter), "TypeError: object of type 'iterator' has no len"),
     (change("valid", images=lambda x: x[:0], labels=lambda y: y[:0]), "for 0 images; expected one integer"),
     (change("train", images=lambda x: x / 255), r"train: images are float64 \[300, 3, 16, 20\]; expected uint8"),
     (change("valid", images=lambda x: x[:, :, :8]), "train and valid differ; expected"),
     (change("train", labels=lambda y: y + 1), "train: labels range from 1 to 4; class_names has 4 names"),
     (change("train", labels=lambda y: y / 1), r"labels are float64 \[300\] for 300 images; expected one integer"),
     (change("train", images=lambda x: ["a.png", *range(1, len(x))]), "expected uint8 .*, or paths of files"),
-    (change("valid", images=lambda x: ["a.png"] * len(x)), "train and valid differ; expected"),
     (lambda data: data | {"mean": 0.5}, "mean: is 0.5; expected three numbers"),
-    (lambda data: data | {"std": (0, 1, 1)}, r"std: is \(0, 1, 1\); expected three numbers"),
 ]  # fmt: skip
 
 
@@ -407,20 +395,3 @@ def test_number_of_classes_and_image_size_must_fit(tiny, one_rank):
         Trainer(tiny(**OWN | {"num_classes": 10}), one_rank)
     with pytest.raises(ConfigError, match="image_size is 32, for image files only"):
         Trainer(tiny(**OWN | {"image_size": 32}), one_rank)
-
-
-def train_own(folder, dataset):
-    """Train as one rank of a run, in another folder than the project's."""
-    import os
-
-    os.chdir(folder)
-    with_workers = {"data_loader": "torchvision", "num_data_workers": 1}
-    config = tiny_config(**OWN | {"model": "of_mine:network", "dataset": dataset} | with_workers)
-    return train.main(Arguments(config, "own", folder / "run", "auto", dry_run=False))
-
-
-def test_ranks_that_get_different_data_are_refused(tmp_path, code):
-    ended = run_job(tmp_path / "job", 2, train_own, code, "of_mine:other_arrays")
-    assert [process.status for process in ended] == [3, 3]
-    (error,) = complaints(ended)
-    assert "dataset of_mine:other_arrays: has other data on rank 1 than on rank 0; it must return the same" in error
