@@ -201,3 +201,43 @@ def test_every_package_is_installed():
     )
     folders = {path.relative_to(ROOT).parent for path in (*FILES, ROOT / "config/schema.json")} - {Path(".")}
     assert listed == {"resnet50_at_scale"} | {"resnet50_at_scale." + ".".join(folder.parts) for folder in folders}
+
+
+# Lines at most, a promise: new code pays with deleted code (CONTRIBUTING.md). Lower a number when code has gone.
+SIZES = {"product": 16_350, "tests": 20_700, "docs": 2_580}
+PACKAGES_OF_THE_PRODUCT = {
+    "models": 300,
+    "tools/bench": 1_350,
+    "tools/doctor": 900,
+    "tools/shared": 1_130,
+    "tools": 4_900,
+    "utils/config": 580,
+    "utils/data": 2_190,
+    "utils/distributed": 950,
+    "utils/run": 1_510,
+    "utils/timing": 280,
+    "utils/training/kernels": 1_970,
+    "utils/training": 4_470,
+}
+
+
+def count_lines(*places: str, endings: tuple[str, ...] = (".py", ".cpp", ".h", ".html", ".sh")) -> int:
+    listed = subprocess.run(["git", "ls-files", "-z", *places], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in filter(None, listed.stdout.split("\0")) if name.endswith(endings)]
+    return sum(path.read_bytes().count(b"\n") for path in files if path.is_file())
+
+
+def test_product_tests_and_docs_keep_their_size():
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so the tracked files are unknown")
+    scripts = ("train.py", "train_simple.py", "api.py", "__main__.py")
+    found = {
+        "product": count_lines(*scripts, *PACKAGES),
+        "tests": count_lines("tests"),
+        "docs": count_lines("docs/*.md", endings=(".md",)),
+    }
+    packages = {name: count_lines(name) for name in PACKAGES_OF_THE_PRODUCT}
+    over = {
+        name: lines for name, lines in (found | packages).items() if lines > (SIZES | PACKAGES_OF_THE_PRODUCT)[name]
+    }
+    assert over == {}, "over its size; delete as much as was added"
