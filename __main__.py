@@ -20,7 +20,7 @@ COMMANDS = {
     "evaluate": ("tools.evaluate", "evaluate a trained network on its own or other images"),
     "predict": ("tools.predict", "classify images, and show the worst mistakes"),
     "export": ("tools.export", "write the best weights for use elsewhere"),
-    "report": ("tools.report", "draw runs and measurements as one page"),
+    "report": ("tools.report", "draw runs as one page"),
     "runs": ("tools.runs", "list runs, show where the time went or how two differ"),
     "timeline": ("tools.timeline", "draw a training step of profiled runs"),
     "bench": ("tools.bench", "measure one part of the trainer"),

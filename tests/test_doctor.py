@@ -524,7 +524,8 @@ def test_help_imports_no_torch_and_bad_usage_exits_with_2(capsys):
 # Fingerprints and burn-in
 
 
-def test_fingerprints_repeat_and_leave_global_state_unchanged():
+def test_fingerprints_repeat_and_leave_global_state_unchanged(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # a run in this process may have set it
     random, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(2)
     try:

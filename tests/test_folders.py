@@ -110,6 +110,19 @@ def test_folders_within_classes_are_read_as_by_imagefolder(config, made, one_ran
         assert find_images([tmp_path / split], CLASSES, 32, 1.0).labels.tolist() == ours.labels.tolist()
 
 
+def test_a_link_that_leads_back_is_refused(config, made, one_rank, tmp_path):
+    """Its images would be listed again, and those of other classes with a wrong label."""
+    for place, target in (("ant/up", ".."), ("ant/loop", "."), ("cat/far", tmp_path / "elsewhere")):
+        data = tmp_path / place.replace("/", "-")
+        shutil.copytree(made / "small", data)
+        (data / "train" / place).symlink_to(target)
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        (tmp_path / "elsewhere/back").unlink(missing_ok=True)
+        (tmp_path / "elsewhere/back").symlink_to(data / "train")
+        with pytest.raises(DataError, match=r"links back to .*; remove the link"):
+            open_dataset(config("imagefolder", data_path=str(data)), one_rank)
+
+
 def test_a_node_with_other_images_is_refused(config, made, one_rank, monkeypatch):
     def gather(world, found):
         return [found, (found[0], [*found[1][:-1], found[1][-1] - 1])]

@@ -33,9 +33,10 @@ def test_a_gpu_reports_power_temperature_clock_and_memory_except_what_it_refuses
 
 
 def test_the_energy_is_that_of_the_gpu_with_pytorchs_uuid(monkeypatch):
+    started = []
     nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlInit=lambda: started.append(True),
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid if started else {}["Uninitialized"],
         nvmlDeviceGetTotalEnergyConsumption=lambda handle: {"GPU-1": 5000, "GPU-2": 7000}[handle],
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)

@@ -365,6 +365,16 @@ def test_data_that_cannot_be_trained_on_is_named(tiny, monkeypatch, code, spoil,
     assert str(refused.value).count("\n") <= 1
 
 
+def test_a_set_of_paths_has_no_order(tiny, monkeypatch, code):
+    config = tiny(**OWN | {"data_path": str(code)})
+    find_dataset(config, download=False)
+    given = sys.modules["of_mine"].files(code)
+    given |= {"valid": (set(given["valid"][0]), given["valid"][1])}
+    monkeypatch.setattr(sys.modules["of_mine"], "arrays", lambda data_path: given)
+    with pytest.raises(DataError, match="both in an order"):
+        load_own(config)
+
+
 def test_what_is_accepted(tiny, monkeypatch, code):
     """Names of classes are made printable, or a checkpoint could not be read; a mean of 0; paths in any sequence."""
     config = tiny(**OWN | {"data_path": str(code)})

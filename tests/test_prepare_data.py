@@ -151,7 +151,7 @@ def test_interruption_leaves_nothing(tiny100, archive, tmp_path, monkeypatch, ca
         assert run(tiny100, tmp_path / "data", "--from", archive) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert_nothing_written(tmp_path / "data")
-    (tmp_path / "data/.cifar-100-python.0badcafe").mkdir()  # from a killed run
+    (tmp_path / "data/.cifar-100-python.partial").mkdir()  # from a killed run
     assert run(tiny100, tmp_path / "data", "--from", archive) == 0
     assert_prepared(tiny100, tmp_path / "data", "cifar-100-python")
 

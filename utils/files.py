@@ -105,7 +105,8 @@ def lock_folder(folder: Path) -> IO[str]:
 
     The lock file names the last job and its process: see `sign_lock`."""
     folder.mkdir(parents=True, exist_ok=True)
-    lock = (folder / ".lock").open("a+")
+    path = folder / ".lock"
+    lock = path.open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -121,6 +122,9 @@ def lock_folder(folder: Path) -> IO[str]:
             f"{folder}: its file system cannot lock a file ({error.strerror}), so two runs could share the folder; "
             "choose another --run-dir, or have the file system mounted with locks (Lustre: -o flock)"
         ) from None
+    if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+        lock.close()  # another run has moved the folder aside meanwhile
+        return lock_folder(folder)
     # loader workers, which outlive a killed run for some seconds, must not keep its folder locked
     multiprocessing.util.register_after_fork(lock, lambda file: file.close())
     return lock

@@ -32,6 +32,8 @@ def read_report(path: Path) -> Report:
 def training_rates(report: Report) -> dict[str, tuple[float, dict[str, Any]]]:
     """Return {case: (training images/s, configuration)} of the cases on one rank of a report of `ladder`, `scaling` or
     `loaders`; empty for others."""
+    if report.bench not in ("", "ladder", "scaling", "loaders"):  # "": an old report
+        return {}
     ranks, found = report.environment.get("world_size", 1), {}
     rungs, configs = report.results.get("rungs", report.results), report.results.get("configs", {})
     for name, values in rungs.items():

@@ -142,7 +142,7 @@ def read_run_folder(folder: Path) -> Run:
     run.epochs = [by_epoch[epoch] for epoch in sorted(by_epoch)]
     if not run.epochs:
         run.problems.append(f"metrics.jsonl {'has no finished epoch yet' if run.records else 'is missing or empty'}")
-    run.changed = max(file.stat().st_mtime for file in [folder, *folder.glob("[!.]*")])
+    run.changed = max(file.stat().st_mtime for file in [folder, *folder.glob("[!.]*")] if file.exists())
     run.state, reason = _judge_state(run)
     run.problems += [reason] if reason else []
     return run
@@ -150,7 +150,7 @@ def read_run_folder(folder: Path) -> Run:
 
 def _judge_state(run: Run) -> tuple[str, str]:
     """Return the state of a run folder and, if the run failed, the reason."""
-    with suppress(FileNotFoundError), (run.path / ".lock").open() as lock:
+    with suppress(FileNotFoundError, PermissionError), (run.path / ".lock").open() as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

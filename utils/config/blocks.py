@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
+from ruamel.yaml.scalarbool import ScalarBoolean
 
 from utils.config.config import Config
 from utils.config.messages import Entry, did_you_mean, explain, shortened, shown, takes_text, wrong_value
@@ -155,8 +156,9 @@ def _plain(value: Any) -> Any:
     """Return ruamel.yaml's value as a plain one: its numbers remember how they were written."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    kinds = (bool, int, float)
-    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
+    if isinstance(value, bool | ScalarBoolean):
+        return bool(value)
+    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), value)
 
 
 def _parse_override(text: str) -> tuple[str, Entry]:

@@ -75,7 +75,7 @@ def takes_text(key: str, value: str) -> bool:
     """Whether `--set KEY=VALUE` means the text `value` itself: the setting is a text, and the value is not quoted."""
     part = _properties().get(key, {})
     kinds = {option.get("type") for option in part.get("anyOf", [part])}
-    is_null = "null" in kinds and value == "null"
+    is_null = "null" in kinds and value.lower() in ("null", "~")
     return "string" in kinds and kinds <= {"string", "null"} and value[0] not in "'\"" and not is_null
 
 

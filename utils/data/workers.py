@@ -4,8 +4,9 @@ import os
 import signal
 import threading
 from multiprocessing.connection import Listener
+from multiprocessing.queues import Queue
 
-from utils.errors import ConfigError
+from utils.errors import ConfigError, print_error
 
 PREFETCHED = 2  # batches that each worker prepares ahead
 
@@ -16,6 +17,8 @@ def init_worker(worker: int) -> None:
     Slurm, torchrun and a terminal signal every process of a run. The trainer then saves, for which it may need more
     batches, so its workers continue until the trainer ends them with SIGTERM.
     """
+    # a batch that cannot be sent, as when /dev/shm is full, would be dropped, and the trainer would wait for ever
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -26,6 +29,11 @@ def init_worker(worker: int) -> None:
         os._exit(0)
 
     threading.Thread(target=wait_for_the_trainer, daemon=True).start()
+
+
+def _end_worker(error: Exception, batch: object) -> None:
+    print_error(f"a loader worker cannot send a batch: {error}")
+    os._exit(1)
 
 
 def check_sockets(num_workers: int) -> None:

@@ -135,7 +135,7 @@ def open_store(launch: Launch, timeout: float) -> dist.Store:
     else:
         store = _connect(LOOPBACK if one_node else launch.address, launch, timeout)
     # torchrun's store outlives a start, so it still has the keys of the previous one
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restart = "0" if launch.hosts_store else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"train/{launch.job}/{launch.world_size}/{restart}", store)
 
 
@@ -261,7 +261,11 @@ class Peers:
         launch, store = self.launch, self._store
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         keys = [f"arrived/{rank}" for rank in range(launch.world_size)]
-        store.set(keys[launch.rank], json.dumps((socket.gethostname(), os.getpid(), device.type, gpu)))
+        mine = json.dumps((socket.gethostname(), os.getpid(), device.type, gpu))
+        found = store.compare_set(keys[launch.rank], "", mine).decode()
+        if found not in (mine, "[]"):
+            host, process, *_ = json.loads(found)
+            raise ConfigError(f"process {process} on {host} is already rank {launch.rank}; start each rank once")
         if not wait_for(lambda: store.check(keys), self._timeout):
             absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise ExpectedError(
@@ -292,7 +296,8 @@ class Peers:
         for number in itertools.count():
             if self.launch.rank == 0 and self._left.is_set():
                 store.set("last barrier", str(number))
-            dist.monitored_barrier(self._group, timedelta(seconds=LOST * self._limit), wait_all_ranks=True)
+            patience = timedelta(seconds=(UNREACHABLE if self.launch.rank else LOST) * self._limit)
+            dist.monitored_barrier(self._group, patience, wait_all_ranks=True)
             if store.check(["failure"]):
                 return self._read_failure(store)
             if store.check(["last barrier"]) and int(store.get("last barrier")) == number:
@@ -345,8 +350,8 @@ class Peers:
         return Failure(
             1,
             f"error: rank {self.launch.rank}: a collective has not ended within {self._timeout:g} s "
-            f"(rank_timeout_seconds): {reason}, or the network is broken; each rank's last ones: "
-            f"{self._folder or 'RUN'}/{COLLECTIVES}*.json",
+            f"(rank_timeout_seconds): {reason}, or the network is broken"
+            + (f"; each rank's last ones: {self._folder}/{COLLECTIVES}*.json" if _exists(self._folder) else ""),
             hang=True,
         )
 
@@ -376,12 +381,12 @@ class Peers:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         failure = _describe(error, self.launch)
         with suppress(dist.DistError), deadline(STORE_SECONDS, lambda: self._end(failure)):
-            if self._thread.is_alive() and isinstance(error, RuntimeError) and LOST_RANK.search(str(error)):
-                if "Timed out waiting" in str(error):
-                    failure = self._explain_hang()
-                else:
-                    with suppress(TimeoutError):  # the thread finds out which rank is lost
-                        self._end(self._found.result(BARRIER_SECONDS + 3 * ANSWER_SECONDS))
+            text = str(error) if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error) else ""
+            if self._places and re.search("Timed out waiting|wait timeout", text):
+                failure = self._explain_hang()
+            elif self._thread.is_alive() and LOST_RANK.search(text):
+                with suppress(TimeoutError):  # the thread finds out which rank is lost
+                    self._end(self._found.result(BARRIER_SECONDS + 3 * ANSWER_SECONDS))
             failure = self._claim(self._store, failure)
             for rank in range(self.launch.world_size if not self._places else 0):
                 self._store.compare_set(f"arrived/{rank}", "", "[]")  # end the wait of the others in `_meet`
@@ -411,13 +416,18 @@ class Peers:
                 wait_for(lambda: self._store.add("left", 0) >= here, GRACE_SECONDS + ANSWER_SECONDS)
 
 
+def _exists(folder: Path | None) -> bool:
+    return folder is not None and folder.is_dir()
+
+
 def _describe(error: BaseException, launch: Launch) -> Failure:
     who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
     if isinstance(error, Stopped):
         return Failure(error.exit_status, str(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure(130, f"{who}interrupted; earlier checkpoints are kept")
-    if who and isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or LOST_RANK.search(str(error))):
+    from_torch = isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)
+    if who and from_torch and (isinstance(error, dist.DistError) or LOST_RANK.search(str(error))):
         # NCCL's first line says what failed, its last line why
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return Failure(1, f"error: {who}{'; '.join(dict.fromkeys((lines[0], lines[-1])))}")

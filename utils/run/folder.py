@@ -128,9 +128,12 @@ def _find_source(checkpoints: Path, resume: str, notes: list[str]) -> tuple[Path
     )
     if path is None or state is None:
         if complaints:
+            other, offer = folder / "best.pt", ""
+            with suppress(CheckpointError):
+                checkpoint.read_checkpoint(other)
+                offer = f"--resume {shlex.quote(str(other))} resumes from the best one, "
             raise CheckpointError(
-                f"{complaints[0]}\nno step's checkpoint in {folder} is intact; --resume "
-                f"{shlex.quote(str(folder / 'best.pt'))} resumes from the best one, --resume never starts a new run"
+                f"{complaints[0]}\nno step's checkpoint in {folder} is intact; {offer}--resume never starts a new run"
             )
         if resume != "auto":
             raise CheckpointError(f"--resume {named}: no checkpoint there; give a checkpoint, a run folder or never")
@@ -173,16 +176,20 @@ def _adopt(folder: Path, path: Path, state: State, best: State | None) -> None:
 
 def _set_aside(path: Path) -> Path:
     """Rename a file or folder to the first free NAME.1, NAME.2 ... and return the new path."""
+    return path.rename(_free_name(path))
+
+
+def _free_name(path: Path) -> Path:
     names = (Path(f"{path}.{number}") for number in itertools.count(1))
-    return path.rename(next(name for name in names if not name.exists()))
+    return next(name for name in names if not name.exists())
 
 
 def write_description(folder: Path, config: BaseConfig, config_name: str, environment: dict[str, Any]) -> None:
     """Write environment.json and config.yaml, a block that can be run again. If an earlier start had another
     configuration, it is kept as config.yaml.1, config.yaml.2 ..."""
     path, content = folder / "config.yaml", f"{config_name}:\n{textwrap.indent(render(config), '  ')}".encode()
-    if path.exists() and path.read_bytes() != content:
-        _set_aside(path)
+    if path.exists() and (earlier := path.read_bytes()) != content:
+        write_atomically(_free_name(path), earlier)
     write_atomically(path, content)
     write_atomically(folder / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
 

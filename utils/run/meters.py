@@ -86,6 +86,7 @@ def read_joules(device: torch.device) -> float | None:
     with suppress(Exception):  # as above
         import pynvml
 
+        pynvml.nvmlInit()  # torch does it only in its own readings
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
     return None

@@ -115,8 +115,8 @@ class RecipeConfig(ScheduleConfig):
     """Fraction of the target spread over all classes, in training only."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Validate an exponential moving average of the weights with this decay per step; null: the weights themselves."""
-    test_time_views: Literal[1, 2, 6] = 1
-    """Test-time augmentation (TTA): average the validation outputs of this many views of each image. 2: the image and
+    test_time_views: Annotated[int, Field(ge=1, le=6)] = 1
+    """Test-time augmentation (TTA): average the validation outputs of 1, 2 or 6 views of each image. 2: the image and
     its mirror image; 6: also both shifted by one pixel to the lower right and to the upper left, with repeated border
     pixels."""
     stop_at_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -127,6 +127,8 @@ class RecipeConfig(ScheduleConfig):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RecipeConfig":
+        if self.test_time_views not in (1, 2, 6):
+            raise ValueError(f"test_time_views is {self.test_time_views}; allowed: 1, 2, 6")
         fractions = [fraction for _, fraction in self.progressive_image_sizes]
         if fractions != sorted(set(fractions)):
             sizes = as_yaml(self.progressive_image_sizes)

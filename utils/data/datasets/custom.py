@@ -1,7 +1,7 @@
 """A user's own dataset, `dataset: package.module:function`: checks what the function returns (docs/own_code.md)."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ def _build_dataset(what: str, config: DatasetConfig, returned: Mapping[str, Any]
 
 def _read_split(what: str, pair: Any, num_classes: int, data_path: Path) -> Split:
     """Return the split of a pair: N images, as uint8 [N, 3, H, W] or as paths, and N labels."""
-    if not isinstance(pair, list | tuple) or len(pair) != 2:
-        raise DataError(f"{what}: is {pair!r:.60}; expected the pair (images, labels)")
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or isinstance(pair[0], Set):
+        raise DataError(f"{what}: is {pair!r:.60}; expected the pair (images, labels), both in an order")
     labels = _as_array(f"{what}, labels", pair[1])
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or not len(labels) or len(pair[0]) != len(labels):
         found = f"labels are {labels.dtype} {list(labels.shape)} for {len(pair[0])} images"

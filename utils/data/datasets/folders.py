@@ -119,13 +119,20 @@ def _entries(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _list_images(folder: str) -> list[str]:
-    """Return the images in a folder and in the folders within it, in the order of ImageFolder."""
+    """Return the images in a folder and in the folders within it, in the order of ImageFolder. Raises `DataError` for a
+    link that leads back, whose images would be listed again, perhaps with another label."""
 
     def fail(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions") from None
 
-    images = []
+    images, split = [], os.path.dirname(folder)
+    places = {split: os.path.realpath(split)}
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
+        places[parent], above = os.path.realpath(parent), parent
+        while above != split:
+            above = os.path.dirname(above)
+            if places[above] == places[parent]:
+                raise DataError(f"{parent}: links back to {above}; remove the link")
         folders[:] = [name for name in folders if not name.startswith(".")]
         images += [os.path.join(parent, name) for name in files if name.lower().endswith(EXTENSIONS)]
     return sorted(images, key=os.path.split)

@@ -81,6 +81,8 @@ class TorchvisionLoader(Loader):
                 batch = next(batches, None)
             except (EOFError, OSError) as error:  # the connection to a worker that has just died
                 time.sleep(EXIT_SECONDS)  # PyTorch's SIGCHLD handler raises its RuntimeError here, not in a later line
+                if not any(worker.exitcode for worker in getattr(batches, "_workers", ())):
+                    raise
                 raise RuntimeError(f"DataLoader worker is lost: {error!r}") from None
             if batch is None:
                 return
