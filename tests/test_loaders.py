@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -350,11 +351,19 @@ def test_workers_that_cannot_make_sockets_are_an_error(build, monkeypatch):
     build("device", num_data_workers=1)
 
 
-def test_a_killed_worker_ends_the_run_in_a_line(tiny, tmp_path, monkeypatch, capsys):
-    def kill_the_worker(self, *_):
-        os.kill(os.getpid(), signal.SIGKILL)
+def kill_the_worker(dataset, index):
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(loaders.AugmentedImages, "__getitem__", kill_the_worker)
+
+def return_what_cannot_be_sent(dataset, index):
+    """As a batch for which /dev/shm has no room."""
+    return threading.Lock()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("read", [kill_the_worker, return_what_cannot_be_sent])
+def test_a_worker_that_ends_ends_the_run_in_a_line(tiny, tmp_path, monkeypatch, capsys, read):
+    monkeypatch.setattr(loaders.AugmentedImages, "__getitem__", read)
     config = tiny(data_loader="torchvision", num_data_workers=1)
     assert main(Arguments(config, "default", tmp_path, "auto", dry_run=False)) == 1
     error = capsys.readouterr().err

@@ -304,6 +304,22 @@ def test_missing_ranks_are_named(tmp_path):
     assert f"ranks 2-4 of 5 did not arrive at 127.0.0.1:{port} within 8 s (rank_timeout_seconds)" in line
 
 
+def test_a_rank_that_is_started_twice_is_refused(tmp_path):
+    port = free_port()
+    ended = Job(tmp_path, wait_for_all, (60,), [torchrun_variables(rank, 3, port) for rank in (0, 1, 1)]).wait()
+    assert [one.status for one in ended] == [2, 2, 2]
+    (line,) = complaints(ended)
+    assert re.search("process [0-9]+ on .* is already rank 1; start each rank once", line)
+
+
+def test_ranks_meet_in_rank_0s_store_whatever_torchrun_has_counted(tmp_path):
+    """After a lost node, agents restart their ranks with different counts."""
+    port = free_port()
+    variables = [torchrun_variables(rank, 2, port, TORCHELASTIC_RESTART_COUNT=str(rank)) for rank in range(2)]
+    ended = Job(tmp_path, play, ("add_up",), variables).wait()
+    assert [(one.status, one.output) for one in ended] == [(0, "3.0\n")] * 2
+
+
 def test_a_rank_that_cannot_start_ends_the_waiting_ones(tmp_path):
     ended = run_job(tmp_path, 3, choose_cuda_on, 1, CUDA_VISIBLE_DEVICES="")
     assert [one.status for one in ended] == [2, 2, 2]
