@@ -116,7 +116,7 @@ def trace(config: Config) -> list[runtime.Work]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = train.Trainer(config, World(rank=0, local_rank=0, world_size=1, device=device), Path(folder))
         marks: list[int] = []
-        trainer._log_point = lambda number: None  # type: ignore[method-assign]
+        trainer._log_point = lambda number, images: None  # type: ignore[method-assign]
         trainer._handle_requests = lambda *, stop: marks.append(runtime.position())  # type: ignore[method-assign]
         logger = RunLogger(Path(folder), enabled=False, to_screen=False, to_tensorboard=False)
         with logger.open(epoch=0, step=0) as trainer.log, runtime.record() as ledger:
