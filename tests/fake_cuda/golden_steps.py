@@ -41,7 +41,7 @@ FILES = (ROOT / "config/cifar10.yaml", ROOT / "config/cifar100.yaml")
 # Settings that do not affect a step: blocks that differ only in them are counted once.
 NOT_OF_THE_STEP = re.compile(
     r"(lr|log|limit|checkpoint|profiling|cifar100|rank_timeout)_.*|lr|seed|data_path"
-    "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_(flip|shift)|valid_batch_size_per_gpu"
+    "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_views|valid_batch_size_per_gpu"
     "|validate_every_epochs|save_checkpoint|num_data_workers|enable_profiling"
     "|pretrained|keep_checkpoints|cpu_kernels"
 )
