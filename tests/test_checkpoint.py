@@ -166,7 +166,7 @@ def test_a_checkpoint_older_than_a_setting_fits(tiny):
 
 
 def test_other_tensors_are_refused_by_name(tiny, one_rank, folder, saved):
-    """Those of another network, and of an optimizer with other groups of parameters."""
+    """Tensors of another network, and an optimizer with other groups of parameters."""
     before, trainer = contents(folder), train.Trainer(tiny(max_epochs=3), one_rank, folder)
     momentum = next(iter(trainer.learner.optimizer.param_groups))["params"]
     momentum[0], momentum[1] = momentum[1], momentum[0]

@@ -111,7 +111,7 @@ def test_folders_within_classes_are_read_as_by_imagefolder(config, made, one_ran
 
 
 def test_a_link_that_leads_back_is_refused(config, made, one_rank, tmp_path):
-    """Its images would be listed again, and those of other classes with a wrong label."""
+    """Images would be listed again, and images of other classes with a wrong label."""
     for place, target in (("ant/up", ".."), ("ant/loop", "."), ("cat/far", tmp_path / "elsewhere")):
         data = tmp_path / place.replace("/", "-")
         shutil.copytree(made / "small", data)
@@ -192,7 +192,7 @@ def test_dali_decodes_cuts_and_resizes_nearly_as_pil(part, resized_crop, config)
     (expected, expected_labels), (images, labels) = results
     assert torch.equal(labels, expected_labels)
     allowed = torch.full((48, 48), float(INNER_LEVELS))
-    if resized_crop:  # the window's edges are not those of the image
+    if resized_crop:  # the window's edges are not the image's edges
         allowed[[0, -1]] = allowed[:, [0, -1]] = EDGE_LEVELS
         allowed[[0, 0, -1, -1], [0, -1, 0, -1]] = CORNER_LEVELS
     levels = (images - expected).abs() * 255 * torch.tensor(loader.normalise.std)[:, None, None]

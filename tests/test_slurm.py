@@ -68,7 +68,7 @@ def reports(status: str, after: int) -> str:
 
 def stops(number: str, gets: str) -> str:
     """A srun during which the batch shell, and for TERM the step too, get a signal. It saves as train.py does if it
-    `gets` these signals in all; torchrun turns its status 75 into 1."""
+    `gets` these signals in total; torchrun turns its status 75 into 1."""
     return f"""
         trap 'echo USR1 >>signals' USR1
         trap 'echo TERM >>signals' TERM

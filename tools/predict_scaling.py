@@ -39,7 +39,7 @@ class Cluster(NamedTuple):
     intra_latency: float = 3.6e-6  # seconds per hop over NVLink (5.7e-6 over PCIe)
     inter_latency: float = 14e-6  # seconds per hop over a network
     memory: float = 2e12  # bytes/s of a GPU's memory
-    copies: float = 2  # passes over the gradients besides the all-reduce: 2 divide them, 6 also fill DDP's buckets
+    copies: float = 2  # passes over the gradients, without the all-reduce: 2 divide them, 6 also fill DDP's buckets
     interference: float = 0.189  # how much slower a GPU computes while it communicates (mean in arXiv:2507.03114)
     noise: float = 0.01  # standard deviation of one rank's step, as a fraction of the step measured on one GPU
     floor: float = 0.010  # seconds; no step is shorter: about a thousand kernel launches of 10 us

@@ -35,9 +35,7 @@ from tools.shared.output import print_table
 from tools.shared.read_runs import read_records
 from utils.errors import ExpectedError, exit_in_a_line
 
-# a cache; sockets of killed workers; files that DataLoader opens as a probe when a worker has died, if the signal of
-# the death comes meanwhile
-FILES_OF_LIBRARIES = ("torchinductor_", "pymp-", "tmp")
+FILES_OF_LIBRARIES = ("torchinductor_", "pymp-")  # a cache, and sockets of killed workers
 EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 16, 8
 SETTINGS = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "torchvision", "num_data_workers": 1, "device": "cpu",
@@ -167,6 +165,12 @@ def show(counts: Counter[str], has_message: Mapping[str, bool]) -> None:
     print_table("", ["fault", "met", "survived", "named right", "unexpected"], rows)
 
 
+def _is_of_a_library(path: Path) -> bool:
+    # DataLoader opens empty files as a probe when a worker has died; they stay if its signal comes meanwhile
+    is_probe = re.fullmatch("tmp.{8}", path.name) and path.is_file() and not path.stat().st_size
+    return path.name.startswith(FILES_OF_LIBRARIES) or bool(is_probe)
+
+
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign, print its table, and return the exit status."""
@@ -182,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["TMPDIR"] = tempfile.tempdir = temporary  # inherited by forked ranks
         job = ForkedRun(train, options.nproc, options.timeout, end)
         counts, problems = campaign(job, seed, numbers, options.faults, work)
-        left = [path for path in Path(temporary).iterdir() if not path.name.startswith(FILES_OF_LIBRARIES)]
+        left = [path for path in Path(temporary).iterdir() if not _is_of_a_library(path)]
         problems += [f"left behind in TMPDIR: {path.name}" for path in left]
     show(counts, {kind: bool(properties.named) for kind, properties in KINDS.items()})
     repeat = f"python -m tests.faults.chaos --faults {options.faults} --nproc {options.nproc} --seed {seed}"

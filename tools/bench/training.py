@@ -96,7 +96,7 @@ class OurStep(Fed):
 
 
 class Rung(OurStep):
-    """Measures the step on one batch, the loader by itself, and both together, in images/s; and peak bytes."""
+    """Measures the step on one batch, the loader without a step, and both together, in images/s; and peak bytes."""
 
     def __call__(self) -> dict[str, float]:
         values = {

@@ -120,7 +120,7 @@ def compare_records(records: Sequence[Record], others: Sequence[Record], referen
                 raise ConfigError(f"the records of {nodes} cannot be compared: {name} {found} and {other}")
     mine, theirs = ([one for record in some for one in record.findings] for some in (records, others))
     findings, known = compare_fingerprints(mine if records is others else [*mine, *theirs]), read_figures(theirs)
-    findings = [one for one in findings if one.where in {each.where for each in mine}]  # not those of the reference
+    findings = [one for one in findings if one.where in {each.where for each in mine}]  # the reference is not judged
     for name, values in read_figures(mine).items():
         findings += compare_values(name, values, known[name], reference) if name in known else []
     counts, most = ([_count_devices(record) for record in some] for some in (records, others))

@@ -137,7 +137,7 @@ class RunState:
 
 
 def merge_buffers(classifier: Classifier, ranks: list[dict[str, Any]]) -> None:
-    """Set the buffers that the `ranks` of a checkpoint hold, those of BatchNorm in mid-epoch, to the mean over these
+    """Set the buffers that the `ranks` of a checkpoint hold, which are BatchNorm's in mid-epoch, to the mean over these
     ranks, and integers to the first rank's. Other buffers stay as they are."""
     for name, buffer in classifier.named_buffers():
         if name in ranks[0]["buffers"]:
