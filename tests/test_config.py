@@ -189,6 +189,7 @@ BROKEN_VALUES = [
     ("lr: .nan", f"lr is NaN; {RATE}"),
     ('lr: "0.1"', f'lr is "0.1"; {RATE}; write 0.1 without quotes'),
     ("lr: !!python/object/apply:os.getpid []", "lr is []; " + RATE),
+    ("lr: {!x a: 1}", "lr is {}; " + RATE),
     ("batch_size: 1.0", f"batch_size is 1.0; {COUNT}; write 1"),
     ("enable_nhwc: yes", 'enable_nhwc is "yes"; allowed: true or false; write true'),
     ("micro_batch_size: None", f'micro_batch_size is "None"; {COUNT} or null; write null'),

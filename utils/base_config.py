@@ -80,8 +80,8 @@ class SharedConfig(BaseConfig):
 
 def as_yaml(value: Any) -> str:
     """Return a value as one writes it in a block, on one line; a path, or another object, as its text."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if text.isprintable() else json.dumps(value, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)
+    return text if text.isprintable() else json.dumps(value, default=str, skipkeys=True)
 
 
 def render(config: BaseConfig, default: BaseConfig | None = None) -> str:
