@@ -40,6 +40,8 @@ def main() -> int:
         print("usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n")
         print("\n".join(f"  {command:{width}}  {what}" for command, (_, what) in COMMANDS.items()))
         return 0
+    if name == "--version":
+        sys.argv.insert(1, name := "train")
     if name not in COMMANDS:
         print(f"error: no such command: {name}; expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@
     model, class_names, transform = load(run.folder)
 
 Each function does, in this process, what a command does: train.py, tools.predict, tools.evaluate. Where the command
-prints an error and ends, the function raises it (`ExpectedError` of utils/errors.py).
+prints an error and ends, the function raises it: `ExpectedError` and its kinds, which can be imported from here.
 """
 
 import sys
@@ -30,7 +30,14 @@ from tools.shared.read_runs import read_records
 from tools.shared.trained import load_classifier, open_trained, validation_transform
 from train import Trainer
 from utils.config import load_config
+from utils.errors import CheckpointError, ConfigError, CorruptionError, DataError, ExpectedError, Stopped
+from utils.program import VERSION as __version__
 from utils.training.classifier import Classifier
+
+__all__ = [
+    "CheckpointError", "ConfigError", "CorruptionError", "DataError", "ExpectedError", "Loaded", "Run", "Stopped",
+    "Validated", "__version__", "evaluate", "load", "train",
+]  # fmt: skip
 
 
 class Run(NamedTuple):

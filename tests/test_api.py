@@ -17,7 +17,6 @@ from tools.predict import predict
 from tools.shared.trained import open_trained
 from utils.config.command_line import parse_arguments
 from utils.data.datasets.dataset import load_dataset
-from utils.errors import ConfigError, Stopped
 from utils.run.preemption import SIGNALS
 from utils.training.learner import Learner
 
@@ -43,6 +42,7 @@ def test_train_gives_the_figures_of_the_command_line(run, tmp_path):
     with ThreadPoolExecutor(1) as pool:
         threaded = pool.submit(api.train, "quickstart", run_dir=tmp_path / "thread", **SHORT).result()
     assert computed(run) == computed(commanded) == computed(threaded)
+    assert json.loads((run.folder / "environment.json").read_text())["version"] == api.__version__
     assert len(run.epochs) == 2 and run.metrics["last_acc1"] == run.epochs[-1]["acc1/valid"]
     assert handlers == [signal.getsignal(number) for number in SIGNALS]
 
@@ -55,7 +55,7 @@ def test_the_same_call_resumes_an_interrupted_run(run, tmp_path, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         train_step(learner, *batch)
 
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
+    with monkeypatch.context() as patch, pytest.raises(api.Stopped):
         patch.setattr(Learner, "train_step", interrupt)
         api.train("quickstart", run_dir=tmp_path / "run", **SHORT)
     assert handlers == [signal.getsignal(number) for number in SIGNALS]
@@ -63,9 +63,9 @@ def test_the_same_call_resumes_an_interrupted_run(run, tmp_path, monkeypatch):
 
 
 def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path):
-    with pytest.raises(ConfigError, match="unknown key 'batch_sise'"):
+    with pytest.raises(api.ConfigError, match="unknown key 'batch_sise'"):
         api.train("quickstart", batch_sise=3)
-    with pytest.raises(ConfigError, match="lr"):
+    with pytest.raises(api.ConfigError, match="lr"):
         api.train("quickstart", lr=tmp_path)
 
 

@@ -15,6 +15,7 @@ import pytest
 from tests.conftest import ROOT, TINY, as_options
 from tests.processes import without_launcher
 from tests.test_layout import commands
+from utils.program import VERSION
 
 IN_PYTHON = TINY | {"config": "quickstart", "log_to_screen": False}
 SETTINGS = as_options(TINY | {"data_loader": "torchvision", "num_data_workers": 1})
@@ -72,7 +73,10 @@ def test_everything_is_installed_in_one_package(environment):
     assert {path.name.partition("-")[0] for path in inside.iterdir()} == {"libraries.pth", "resnet50_at_scale"}
     files = {path.relative_to(inside / "resnet50_at_scale") for path in (inside / "resnet50_at_scale").rglob("*")}
     wanted = {path for path in tracked("models", "tools", "utils", "config") if path.suffix != ".md"}
-    assert {*wanted, Path("train.py"), Path("__main__.py")} <= files
+    assert {*wanted, Path("train.py"), Path("__main__.py"), Path("py.typed")} <= files
+    [metadata] = inside.glob("resnet50_at_scale-*.dist-info/METADATA")
+    assert f"Version: {VERSION}" in metadata.read_text().splitlines()
+    assert run([str(environment / "bin/resnet50-at-scale"), "--version"], inside) == f"resnet50-at-scale {VERSION}\n"
 
 
 @pytest.mark.slow

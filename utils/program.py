@@ -4,6 +4,7 @@ import ctypes
 import sys
 from pathlib import Path
 
+VERSION = "0.1.0"
 CODE = Path(__file__).resolve().parent.parent  # holds train.py, config/, tools/ ...
 TRAIN = CODE / "train.py"
 INSTALLED = not (CODE / "pyproject.toml").exists()

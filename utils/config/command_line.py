@@ -19,7 +19,7 @@ from utils.config.config import section
 from utils.config.messages import OTHER_NAMES, allowed, nearest_key, shortened, wrong_value
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError, ExpectedError, reader_is_gone
-from utils.program import command
+from utils.program import VERSION, command
 
 WIDTH = 100  # of explanations
 DESCRIPTION = """\
@@ -153,6 +153,7 @@ def _parser() -> _Parser:
         "settings differ; never: start a new run and move an earlier one to NAME.1; PATH: resume from this checkpoint "
         "file or run folder, also with other settings (default: auto)",
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"resnet50-at-scale {VERSION}")
     parser.add_argument("--list-configs", action="store_true", help="list the blocks and what each changes, and exit")
     parser.add_argument("--print-config", action="store_true", help="print every key, differences first, and exit")
     parser.add_argument(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torchvision
 
-from utils.program import CODE
+from utils.program import CODE, VERSION
 
 # Only these environment variables are recorded: others may hold secrets.
 RECORDED_VARIABLES = (
@@ -26,6 +26,7 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
     cuda = device.type == "cuda"
     return {
         "command": sys.argv,
+        "version": VERSION,
         "commit": git_commit(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
