@@ -244,11 +244,15 @@ class Trainer:
         self._report_unreadable()
         for remark in self.watch.remarks() + (self.verifier.remarks() if self.verifier else []):
             self.log.say(remark)
-        if self.finished:  # before the last checkpoint, after which a killed run has nothing left to do
-            self._log_end(valid, test, confusion)
+        # before the last checkpoint, after which a killed run has nothing left to do
+        counts = self._log_end(valid, test, confusion) if self.finished else None
         self._save(is_best)
+        if counts is not None:  # after it: a picture is no reason to lose the run
+            epoch, names = self.progress.epoch, self.data["class_names"]
+            self.world.main_only(lambda: self.log.show(lambda board: board.add_classes(counts, names, epoch)))
 
-    def _log_end(self, valid: Metrics, test: Metrics, confusion: Confusion) -> None:
+    def _log_end(self, valid: Metrics, test: Metrics, confusion: Confusion) -> Tensor:
+        """Record the results; return the confusion matrix of all ranks, [true, predicted]."""
         results = {f"best_{name}": value for name, value in self.progress.best.items()}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
         results |= {"seconds": self.progress.seconds, "images_per_sec": self.throughput.overall()}
@@ -257,6 +261,7 @@ class Trainer:
         counts, names = confusion.collect(self.world), self.data["class_names"]
         epoch, steps = self.progress.epoch, self.learner.steps
         self.world.main_only(lambda: self.log.log_end(epoch, steps, results, counts, names))
+        return counts
 
     def _log_point(self, iteration: int, images: Tensor) -> None:
         window = self.state.check_finite(self.learner.sums.average_since_last(self.world))

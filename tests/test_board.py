@@ -1,5 +1,7 @@
 """A run's TensorBoard folder, read back from its event files."""
 
+import html
+import re
 import time
 from pathlib import Path
 
@@ -122,6 +124,33 @@ def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
 def test_without_tensorboard_there_is_no_folder(tiny, one_rank, tmp_path):
     Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "auto").train()
     assert not (tmp_path / "run/tb_logs").exists()
+
+
+@pytest.mark.parametrize("name", ["a|b", "*e*", "_f_", "<b>g", "`h`", "[i](j)", "a\nb"])
+def test_any_class_name_is_shown_as_it_is_in_the_table_of_worst_classes(tmp_path, name):
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    board = TensorBoardWriter(tmp_path, epoch=0, step=0)
+    counts = torch.eye(400, dtype=torch.int32)
+    counts[1, 0] = 1
+    board.add_classes(counts, [name, *(f"class {label}" for label in range(1, 400))], 1)
+    board.close()
+    events = read(tmp_path)
+    table = markdown_to_safe_html(texts(events, "run/worst classes"))
+    rows = [re.findall("<td>(.*?)</td>", row, re.S) for row in table.split("<tr>")[2:]]
+    assert [html.unescape(cell) for cell in rows[0]] == ["class 1", "50.0%", name, "50.0%"]
+    assert html.unescape(rows[1][0]) == name and {len(row) for row in rows} == {4}
+    assert "images" not in events.Tags() or not events.Tags()["images"]  # no picture of 400 classes
+
+
+def test_the_run_is_saved_before_the_picture_of_its_classes(run, tmp_path, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(TensorBoardWriter, "add_classes", fail)
+    with pytest.raises(MemoryError):
+        run()
+    assert (tmp_path / "run/checkpoints/step-000000008.pt").exists()  # the last one, after two epochs
 
 
 def test_confusion_matrix_is_white_at_0_and_dark_at_100_percent():

@@ -2,8 +2,9 @@
 
 import json
 import shutil
+import unicodedata
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ import api
 import train
 from tests.conftest import tiny_config
 from tests.processes import run_job
-from tools import evaluate
+from tools import evaluate, export
 from tools.shared.read_runs import read_records
 from train import Trainer
-from utils.config import Config
 from utils.config.command_line import Arguments
+from utils.data import build
 from utils.data.datasets.dataset import load_dataset
 from utils.distributed.world import World
 from utils.run.checkpoint.io import encode, read_checkpoint, step_path
@@ -28,12 +29,9 @@ from utils.training.metrics.calibration import Calibration, TopCounts, expected_
 BF16 = {"amp_dtype": "bf16", "batch_size": 8, "valid_batch_size_per_gpu": 12, "limit_train_batches": 2}
 
 
-def configuration(**changes: Any) -> Config:
-    return tiny_config(**{"limit_train_batches": 10} | changes)
-
-
-def train_run(folder: Path, **changes: Any) -> None:
-    Trainer(configuration(**changes), World(0, 0, 1, torch.device("cpu")), folder, "tiny", "auto").train()
+def train_run(folder, **changes):
+    config = tiny_config(**{"limit_train_batches": 10} | changes)
+    Trainer(config, World(0, 0, 1, torch.device("cpu")), folder, "tiny", "auto").train()
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +55,13 @@ def folders(tmp_path_factory):
     return root
 
 
-def results(*arguments: Any) -> dict[str, Any]:
-    path = Path(str(arguments[0]))
+def results(path, *arguments):
     file = (path.parent if path.is_file() else path) / "results.json"
-    assert evaluate.main([*map(str, arguments), "--json", str(file)]) == 0
+    assert evaluate.main([*map(str, (path, *arguments)), "--json", str(file)]) == 0
     return json.loads(file.read_text())
 
 
-def last_record(folder: Path, kind: str) -> dict[str, Any]:
+def last_record(folder, kind):
     return read_records(folder / "metrics.jsonl", kind)[-1]
 
 
@@ -95,7 +92,7 @@ def test_evaluation_reproduces_the_figures_of_the_run(tmp_path, changes, capsys)
 
 
 def test_two_ranks_reproduce_their_run_and_one_rank_agrees_up_to_rounding(tmp_path):
-    config = configuration(limit_valid_batches=None, ema_decay=0.9, max_epochs=1, limit_train_batches=6)
+    config = tiny_config(limit_valid_batches=None, ema_decay=0.9, max_epochs=1, limit_train_batches=6)
     arguments = Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=False)
     assert [rank.status for rank in run_job(tmp_path / "training", 2, train.main, arguments)] == [0, 0]
     end = last_record(tmp_path / "run", "end")
@@ -112,15 +109,11 @@ def test_two_ranks_reproduce_their_run_and_one_rank_agrees_up_to_rounding(tmp_pa
     assert one["calibration_error"] == pytest.approx(two["calibration_error"], abs=1e-6)
 
 
-def test_a_checkpoint_within_an_epoch(run, capsys):
-    found = results(run / "checkpoints/step-000000004.pt")
-    assert (found["epoch"], found["step"], found["recorded"]) == (0, 4, None)
-    assert "after epoch 0, batch 4, step 4" in capsys.readouterr().out
-
-
-def test_within_an_epoch_the_ranks_batch_norm_statistics_are_averaged(run, tmp_path):
+def test_within_an_epoch_the_ranks_batch_norm_statistics_are_averaged(run, tmp_path, capsys):
     path = run / "checkpoints/step-000000004.pt"
     state, expected = read_checkpoint(path), results(path)
+    assert (expected["epoch"], expected["step"], expected["recorded"]) == (0, 4, None)
+    assert "after epoch 0, batch 4, step 4" in capsys.readouterr().out
     buffers = {name: value for name, value in state["model"].items() if name.endswith(("running_mean", "running_var"))}
     ranks = [
         state["ranks"][0] | {"buffers": {name: value * factor for name, value in buffers.items()}}
@@ -141,6 +134,8 @@ def test_figures_match_the_confusion_matrix(run):
         assert row["accuracy"] == counts[label, label] / counts[label].sum()
         assert row["precision"] == (counts[label, label] / counts[:, label].sum() if counts[:, label].any() else None)
     assert len(found["classes"]) == 10
+    wrong = counts - np.diag(counts.diagonal())
+    assert [row["images"] for row in found["mistakes"]] == np.sort(wrong, axis=None)[::-1][:10].tolist()
     assert sum(part["images"] for part in found["bins"]) == 2000
     assert found["classes"][0]["class"] == last_record(run, "end")["worst_classes"][0]["class"]
 
@@ -183,21 +178,12 @@ def test_top_counts_and_calibration_equal_their_definitions(one_rank):
     assert [part.images for part in border.collect(one_rank)] == [0, 1, 0, 2]
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
+def refused(capsys, *arguments):
+    """Return the exit status and the message, of one or two lines, of a command that fails."""
     status = evaluate.main([str(argument) for argument in arguments])
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") <= 2, message
     return status, message
-
-
-def test_a_path_without_a_checkpoint(tmp_path, run, capsys):
-    for path, problem in (
-        (tmp_path, "holds no checkpoint of a step; give a run's folder, such as expts/NAME, or a checkpoint of it"),
-        (tmp_path / "none", "holds no checkpoint of a step"),
-        (run / "metrics.jsonl", "is damaged or not a checkpoint of this program"),
-    ):
-        status, message = refused(capsys, path)
-        assert status == 4 and problem in message
 
 
 def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, capsys):
@@ -215,14 +201,17 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--set", "model=resnet20"], 2, "--set model: cannot be changed after training; it was 'resnet8'"),
-        (["--set", "modle=resnet20"], 2, "unknown key 'modle'. Did you mean 'model'?"),
-        (["--set", "enable_amp=true", "--set", "amp_dtype=fp16", "--device", "cpu"], 2, "amp_dtype fp16 needs a CUDA"),
-        (["--json", "/proc/none/file"], 2, "--json /proc/none/file: cannot be written"),
+        (["tests"], 4, "tests: holds no checkpoint of a step; give a run's folder"),
+        (["{run}/metrics.jsonl"], 4, "is damaged or not a checkpoint of this program"),
+        (["{run}", "--set", "model=resnet20"], 2, "--set model: cannot be changed after training; it was 'resnet8'"),
+        (["{run}", "--set", "modle=resnet20"], 2, "unknown key 'modle'. Did you mean 'model'?"),
+        (["{run}", "--json", "/proc/none/file"], 2, "--json /proc/none/file: cannot be written"),
+        (["{run}", "--data", "{photos}/disc"], 3, "has images outside class folders; expected"),
+        (["{run}", "--data", "{photos}/none"], 3, "none: cannot be read"),
     ],
 )
-def test_bad_usage(run, capsys, arguments, status, message):
-    found = refused(capsys, run, *arguments)
+def test_bad_usage(run, folders, capsys, arguments, status, message):
+    found = refused(capsys, *(argument.format(run=run, photos=folders) for argument in arguments))
     assert found[0] == status and message in found[1]
 
 
@@ -237,26 +226,24 @@ def test_all_images_of_a_folder_are_evaluated_and_classes_may_be_missing(tmp_pat
     assert limited["images"] == 4
 
 
-def test_folders_with_other_classes_or_no_images(run, folders, tmp_path, capsys):
+def test_folders_with_other_classes_or_no_images(run, tmp_path, capsys):
     (tmp_path / "photos/zebra").mkdir(parents=True)
+    assert (
+        "1 of its 1 folders are no classes of this run: zebra" in refused(capsys, run, "--data", tmp_path / "photos")[1]
+    )
     (tmp_path / "broken/ring").mkdir(parents=True)
     (tmp_path / "broken/ring/no image.png").write_text("nothing")
-    for folder, problem in (
-        (tmp_path / "none", "none"),
-        (folders / "disc", "has images outside class folders; expected"),
-        (tmp_path / "photos", "1 of its 1 folders are no classes of this run: zebra"),
-        (tmp_path / "broken", "not one of 1 images can be read"),
-        (tmp_path / "broken/ring", "has images outside class folders"),
-    ):
-        status, message = refused(capsys, run, "--data", folder)
-        assert status == 3 and problem in message
+    status, message = refused(capsys, run, "--data", tmp_path / "broken")
+    assert status == 3 and "not one of 1 images can be read" in message
 
 
 def test_a_checkpoint_that_does_not_match_data_or_network(run, tmp_path, capsys):
     state = read_checkpoint(run / "checkpoints/best.pt")
     names, path = state["data"]["class_names"], tmp_path / "other.pt"
+    twice, accent = [*names[:-1], names[0]], unicodedata.normalize("NFD", "é")
     for changes, status, message in (
         ({"data": state["data"] | {"class_names": names[:-1]}}, 3, "its 10 classes are not the 9 of the run"),
+        ({"data": state["data"] | {"class_names": twice}}, 3, f"class {names[0]!r} occurs twice in the run"),
         ({"data": state["data"] | {"shape": (3, 64, 64)}}, 3, "its images are (3, 32, 32), the run's (3, 64, 64)"),
         ({"config": state["config"] | {"colour": 1}}, 4, "its configuration is of another version: 'colour"),
         ({"config": state["config"] | {"num_classes": 9}}, 4, "its tensors do not fit this network"),
@@ -264,3 +251,58 @@ def test_a_checkpoint_that_does_not_match_data_or_network(run, tmp_path, capsys)
         path.write_bytes(encode(state | changes))
         found = refused(capsys, path)
         assert found[0] == status and message in found[1]
+    path.write_bytes(encode(state | {"data": state["data"] | {"class_names": [*names[:-1], "é"]}}))
+    (tmp_path / "photos" / accent).mkdir(parents=True)
+    status, message = refused(capsys, path, "--data", tmp_path / "photos")
+    assert status == 3 and "'e\\u0301' differs from '\\xe9' only in its Unicode form" in message
+
+
+def test_classes_in_another_order_are_matched_by_name(run, monkeypatch):
+    """As in shards whose classes.json was rewritten."""
+    expected, dataset = results(run), load_dataset("shapes", Path(), download=False)
+    order = np.random.default_rng(0).permutation(10)
+    names, valid = tuple(dataset.class_names[label] for label in order), dataset.valid
+    reordered = replace(dataset, class_names=names, valid=replace(valid, labels=np.argsort(order)[valid.labels]))
+    monkeypatch.setattr(build, "load_dataset", lambda *_, **__: reordered)
+    found = results(run)
+    assert (found["acc1"], found["confusion"]) == (expected["acc1"], expected["confusion"])
+
+
+class FillsABuffer(torch.nn.Module):
+    """Registers a buffer as None, and fills it in its first forward pass."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head = torch.nn.Linear(3, num_classes)
+        self.register_buffer("centre", None)
+
+    def forward(self, images):
+        means = images.mean((2, 3))
+        if self.centre is None:
+            self.centre = means.detach().mean(0)
+        return self.head(means - self.centre)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch.export
+def test_a_buffer_that_is_none_at_first_is_loaded(tmp_path, capsys):
+    train_run(tmp_path, model=f"{__name__}:FillsABuffer")
+    assert results(tmp_path)["acc1"] == last_record(tmp_path, "end")["last_acc1"]
+    assert export.main([str(tmp_path)]) == 0
+    assert "logits differ from the trained network's by at most" in capsys.readouterr().out
+
+
+def test_many_classes_are_counted_without_a_matrix_in_the_file():
+    counts = torch.zeros(5000, 5000, dtype=torch.int32)
+    counts[7, 9], counts[7, 7] = 3, 1
+    names = [str(label) for label in range(5000)]
+    assert evaluate.mistakes(counts, names) == [{"class": "7", "taken_for": "9", "images": 3}]
+    [row] = evaluate.class_rows(counts, names)
+    assert (row["class"], row["accuracy"], row["taken_for"], row["share"]) == ("7", 0.25, "9", 0.75)
+
+
+def test_outputs_that_are_not_finite_are_no_result(run, tmp_path, capsys):
+    state = read_checkpoint(run / "checkpoints/best.pt")
+    state["model"]["fc.bias"][0] = float("nan")
+    (tmp_path / "bad.pt").write_bytes(encode(state))
+    status, message = refused(capsys, tmp_path / "bad.pt", "--json", tmp_path / "bad.json")
+    assert status == 1 and "not finite" in message and not (tmp_path / "bad.json").exists()

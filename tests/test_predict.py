@@ -39,23 +39,21 @@ def own(run, tmp_path_factory):
     return folder
 
 
-def rows(folder: Path, name: str = "predictions.csv") -> list[dict[str, str]]:
+def rows(folder, name="predictions.csv"):
     text = (folder / name).read_bytes().decode("utf-8", "surrogateescape")
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def figures(folder: Path) -> list[dict[str, str]]:
+def figures(folder):
     """For each picture on the page: its name, its text, and its content as base64."""
     page = (folder / "worst.html").read_text()
-    found = re.findall(
-        r"<img alt='(?P<name>[^']*)' src='data:image/png;base64,(?P<png>[^']*)'>(?P<text>.*?)</figure>", page, re.S
-    )
+    found = re.findall(r"<img alt='([^']*)' src='data:image/png;base64,([^']*)'>(.*?)</figure>", page, re.S)
     return [
         {"name": name, "png": png, "text": " ".join(re.sub("<[^>]*>", " ", text).split())} for name, png, text in found
     ]
 
 
-def probabilities(row: dict[str, str]) -> list[float]:
+def probabilities(row):
     return [float(value) for name, value in row.items() if name.startswith("p(")]
 
 
@@ -92,18 +90,17 @@ def test_the_page_shows_the_worst_mistakes_with_their_pictures(own, shapes):
     assert "http" not in page and "<script" not in page
 
 
-def test_class_folders_give_the_same_probabilities_as_the_validation_set(run, own, shapes, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_class_folders_give_the_same_probabilities_as_the_validation_set(run, own, shapes, tmp_path):
     for number in range(60):
-        path = Path("images", shapes.class_names[shapes.valid.labels[number]], f"{number}.png")
+        path = tmp_path / "images" / shapes.class_names[shapes.valid.labels[number]] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(shapes.valid.images[number].transpose(1, 2, 0)).save(path)
-    assert predict.main([str(run), "images"]) == 0
-    found, expected = rows(Path("predictions")), rows(own)
+    assert predict.main([str(run), str(tmp_path / "images"), "--out", str(tmp_path / "out")]) == 0
+    found, expected = rows(tmp_path / "out"), rows(own)
     assert len(found) == 60
     for row in found:
         same = expected[int(Path(row["image"]).stem)]
-        assert row["image"] == f"images/{same['true']}/{same['image']}.png"
+        assert row["image"] == str(tmp_path / f"images/{same['true']}/{same['image']}.png")
         assert row["true"] == same["true"]
         assert probabilities(row) == pytest.approx(probabilities(same), rel=1e-3, abs=1e-6)
 

@@ -109,34 +109,15 @@ def test_two_runs_are_drawn(suffix, begins, folder, tmp_path, capsys):
     assert capsys.readouterr().out.count("two-ranks: iteration 3") == 2
 
 
-def gpu_trace(name: str) -> bytes:
-    """A step on a GPU whose only work begins before its range `name` ends."""
-    host = [event("iteration 0", 0, 2000, "user_annotation"), event(name, 0, 500, "user_annotation")]
-    copy = event("cudaMemcpyAsync", 100, 10, "cuda_runtime", correlation=1)
-    work = event("Memcpy HtoD (Pinned -> Device)", 300, 500, "gpu_memcpy", 20, 1)
-    return json.dumps({"traceEvents": [*host, copy, work]}).encode()
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "No such file or directory"),
-        (b"no gzip", "not a trace"),
         (gzip.compress(b'{"traceEvents": [')[:-9], "not a trace"),
         (gzip.compress(b"[1]"), "not a trace"),
         (gzip.compress(b'{"traceEvents": []}'), "holds no training steps"),
-        (gzip.compress(gpu_trace("data")), "holds no training steps"),
-        (gzip.compress(gpu_trace("another name")), "holds no training steps"),
     ],
-    ids=[
-        "missing",
-        "no gzip",
-        "cut off",
-        "no object",
-        "no steps",
-        "no work on the GPU",
-        "no ranges",
-    ],  # gzip's bytes hold the time: workers would differ
+    ids=["missing", "cut off", "no object", "no steps"],  # gzip's bytes hold the time: workers would differ
 )
 def test_a_wrong_file_is_one_line(content, message, tmp_path, capsys):
     path = tmp_path / "wrong.json.gz"

@@ -10,7 +10,6 @@ checkpoint gives the run's last figures. FOLDER holds a folder for each class (F
 resized, cropped and normalised as in validation.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,15 +28,23 @@ if TYPE_CHECKING:
     from utils.distributed.world import World
 
 SHOWN_CLASSES = 20  # on the terminal; --json writes all
-SHOWN_CONFUSIONS = 10
+MISTAKES = 10  # the most frequent pairs of classes
 TOP = 5  # report top-5 accuracy if there are more than five classes
+MATRIX_CLASSES = 1000  # a matrix of more classes, mostly zeros, is not written
 Row = dict[str, Any]
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, print, write; return the exit status."""
-    options = parser().parse_args(argv)
+    statuses = "0 evaluated; 2 usage; 3 data missing or with other classes; 4 no usable checkpoint; 1 anything else."
+    parser = new_parser("evaluate", __doc__, statuses)
+    add_arguments(parser)
+    images, own = parser.add_mutually_exclusive_group(), "images in class folders (default: the run's validation set)"
+    images.add_argument("--data", type=path_argument, metavar="FOLDER", help=own)
+    images.add_argument("--test", action="store_true", help="use the test images; for a run with holdout_images")
+    parser.add_argument("--json", type=path_argument, metavar="FILE", help="write all figures and the confusion matrix")
+    options = parser.parse_args(argv)
     check_writable("--json", options.json)
 
     def action(trained: Trained, world: "World") -> None:
@@ -51,28 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_trained(options, action, changes)
 
 
-def parser() -> argparse.ArgumentParser:
-    statuses = "0 evaluated; 2 usage; 3 data missing or with other classes; 4 no usable checkpoint; 1 anything else."
-    parser = new_parser("evaluate", __doc__, statuses)
-    add_arguments(parser)
-    images = parser.add_mutually_exclusive_group()
-    images.add_argument(
-        "--data",
-        type=path_argument,
-        metavar="FOLDER",
-        help="images in class folders (default: the run's own validation set)",
-    )
-    images.add_argument("--test", action="store_true", help="use the test images; for a run with holdout_images")
-    parser.add_argument(
-        "--json", type=path_argument, metavar="FILE", help="write all figures, with the confusion matrix"
-    )
-    return parser
-
-
 def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: bool = False) -> Row:
     """Collective: evaluate on the validation images, the test images, or `folder`; return plain values.
 
-    Accuracies, fractions and confidences are in [0, 1].
+    Accuracies, fractions and confidences are in [0, 1]. Raises `ExpectedError` if an output is not finite.
     """
     from utils.data.datasets.image_files import describe_unreadable
     from utils.data.loader import gather_unreadable
@@ -84,9 +73,9 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
     if (split.labels < 0).any():
         raise DataError(f"{folder}: has images outside class folders; expected {folder}/CLASS/IMAGE")
     loader, notes = build_loader(trained, split, world)
-    classifier, classes = load_classifier(trained, world), len(trained.class_names)
-    confusion, calibration = Confusion(classes, world.device), Calibration(world.device)
-    top = TopCounts(min(TOP, classes), world.device)
+    classifier, names = load_classifier(trained, world), trained.class_names
+    confusion, calibration = Confusion(len(names), world.device), Calibration(world.device)
+    top = TopCounts(min(TOP, len(names)), world.device)
     sums = validate(classifier, loader, world, [confusion, calibration, top])
     unreadable = gather_unreadable(world, loader)
     if len(unreadable) == len(split.labels):
@@ -96,22 +85,21 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
     return {
         "network": trained.describe(classifier, world),
         "checkpoint": str(trained.path),
-        "config_name": trained.state["config_name"],
-        "epoch": trained.state["epoch"],
-        "step": trained.state["step"],
+        **{key: trained.state[key] for key in ("config_name", "epoch", "step")},
         "data": str(folder) if folder else f"{'test' if test else 'validation'} images of {trained.config.dataset}",
         "images": int(figures["images"]),
         "acc1": figures["acc1"],
-        **({f"acc{TOP}": top_accuracy} if classes > TOP else {}),
+        **({f"acc{TOP}": top_accuracy} if len(names) > TOP else {}),
         "loss": figures["loss"],
         "calibration_error": expected_calibration_error(bins),
         "recorded": recorded(trained, test=test) if folder is None else None,
         "unreadable": unreadable,
         "notes": [*trained.notes, *notes, *classifier.notes],
         "bins": [asdict(part) for part in bins],
-        "classes": class_rows(counts, trained.class_names),
-        "class_names": trained.class_names,
-        "confusion": counts.tolist(),
+        "classes": class_rows(counts, names),
+        "mistakes": mistakes(counts, names),
+        "class_names": names,
+        "confusion": counts.tolist() if len(names) <= MATRIX_CLASSES else None,
     }
 
 
@@ -130,17 +118,26 @@ def class_rows(counts: "Tensor", names: Sequence[str]) -> list[Row]:
     """Return a row for each class with images, worst first. counts: [true class, predicted class]."""
     from utils.training.metrics.confusion import rank_classes
 
-    rows = []
-    for label, _, taken_for, _ in rank_classes(counts):
-        images, predicted = int(counts[label].sum()), int(counts[:, label].sum())
-        right = int(counts[label, label])
-        rows.append({
-            "class": names[label], "images": images, "accuracy": right / images,
-            "precision": right / predicted if predicted else None,
-            "taken_for": None if taken_for is None else names[taken_for],
-            "share": 0.0 if taken_for is None else int(counts[label, taken_for]) / images,
-        })  # fmt: skip
-    return rows
+    images, predicted, right = counts.sum(1).tolist(), counts.sum(0).tolist(), counts.diagonal().tolist()
+    return [
+        {
+            "class": names[label], "images": images[label], "accuracy": right[label] / images[label],
+            "precision": right[label] / predicted[label] if predicted[label] else None,
+            "taken_for": None if other is None else names[other],
+            "share": 0.0 if other is None else int(counts[label, other]) / images[label],
+        }
+        for label, _, other, _ in rank_classes(counts)
+    ]  # fmt: skip
+
+
+def mistakes(counts: "Tensor", names: Sequence[str]) -> list[Row]:
+    """Return the pairs of classes confused most often, with their counts."""
+    pairs = [(true, other) for true, other in counts.nonzero().tolist() if true != other]
+    pairs.sort(key=lambda pair: -int(counts[pair]))
+    return [
+        {"class": names[true], "taken_for": names[other], "images": int(counts[true, other])}
+        for true, other in pairs[:MISTAKES]
+    ]
 
 
 def show(results: Row) -> None:
@@ -158,10 +155,18 @@ def show(results: Row) -> None:
         words = "equal to the last digit" if equal else ", ".join(f"{name} {value!r}" for name, value in record.items())
         say(f"as recorded in training: {words}" if equal else f"training recorded {words}")
     classes = results["classes"]
-    title = f"Classes, worst first{f': {SHOWN_CLASSES} of {len(classes)}' if len(classes) > SHOWN_CLASSES else ''}"
-    shown = ("class", "images", "accuracy", "precision", "taken for", "of its images")
-    print_table(title, shown, [_class_cells(row) for row in classes[:SHOWN_CLASSES]])
-    print_table("Most frequent mistakes", ("class, taken for", "images"), _confusions(results))
+    print_table(
+        f"Classes, worst first{f': {SHOWN_CLASSES} of {len(classes)}' if len(classes) > SHOWN_CLASSES else ''}",
+        ("class", "images", "accuracy", "precision", "taken for", "of its images"),
+        [
+            (row["class"], f"{row['images']:,}", f"{row['accuracy']:.2%}",
+             "-" if row["precision"] is None else f"{row['precision']:.2%}",
+             row["taken_for"] or "-", f"{row['share']:.2%}")
+            for row in classes[:SHOWN_CLASSES]
+        ],
+    )  # fmt: skip
+    pairs = [(f"{row['class']}, {row['taken_for']}", f"{row['images']:,}") for row in results["mistakes"]]
+    print_table("Most frequent mistakes", ("class, taken for", "images"), pairs)
     print_table(
         f"Calibration: error {results['calibration_error']:.2%} over {len(results['bins'])} bins",
         ("confidence above", "images", "mean confidence", "accuracy"),
@@ -171,25 +176,6 @@ def show(results: Row) -> None:
             if part["images"]
         ],
     )
-
-
-def _class_cells(row: Row) -> tuple[str, ...]:
-    precision = "-" if row["precision"] is None else f"{row['precision']:.2%}"
-    counts = (row["class"], f"{row['images']:,}", f"{row['accuracy']:.2%}", precision)
-    return (*counts, row["taken_for"] or "-", f"{row['share']:.2%}")
-
-
-def _confusions(results: Row) -> list[tuple[str, str]]:
-    """Return the pairs of classes confused most often, with their counts."""
-    names = results["class_names"]
-    pairs = [
-        (count, true, predicted)
-        for true, row in enumerate(results["confusion"])
-        for predicted, count in enumerate(row)
-        if count and true != predicted
-    ]
-    pairs.sort(key=lambda pair: -pair[0])
-    return [(f"{names[true]}, {names[predicted]}", f"{count:,}") for count, true, predicted in pairs[:SHOWN_CONFUSIONS]]
 
 
 if __name__ == "__main__":

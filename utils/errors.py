@@ -10,8 +10,9 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ParamSpec, TextIO
+from unicodedata import normalize
 
 Parameters = ParamSpec("Parameters")
 
@@ -102,6 +103,14 @@ def print_error(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def unicode_note(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Return a remark if a name in `unknown` looks like one in `known`: macOS and Linux may encode an accent as two
+    characters or as one."""
+    forms = {normalize("NFC", name): name for name in known}
+    alike = [(name, forms[form]) for name in sorted(unknown) if (form := normalize("NFC", name)) in forms]
+    return f" ({alike[0][0]!a} differs from {alike[0][1]!a} only in its Unicode form: rename it)" if alike else ""
 
 
 def explain(error: Exception) -> ExpectedError | None:

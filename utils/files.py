@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import multiprocessing.util
 import os
 import secrets
@@ -9,10 +10,10 @@ import shutil
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -47,6 +48,22 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def strict_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """Return JSON that every reader accepts: numbers that are not finite, for which it has no form, become null.
+
+    `default` converts values without a JSON form."""
+    try:
+        return json.dumps(value, indent=indent, default=default, allow_nan=False)
+    except ValueError:
+        finite = json.loads(json.dumps(value, default=default), parse_constant=lambda _: None)
+        return json.dumps(finite, indent=indent)
+
+
+def user_path(text: str) -> Path:
+    """Return the path that a user gave, with a home folder for ~, which shells do not replace after `=`."""
+    return Path(os.path.expanduser(text))
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from utils.base_config import as_yaml
 from utils.config.command_line import not_empty
 from utils.errors import ConfigError
+from utils.files import user_path
 from utils.program import command
 
 
@@ -38,8 +39,8 @@ at_least_one = partial(at_least, least=1)
 
 
 def path_argument(text: str) -> Path:
-    """Parse a path that is not empty, for argparse."""
-    return Path(not_empty(text))
+    """Parse a path that is not empty, for argparse; ~ is the home folder."""
+    return user_path(not_empty(text))
 
 
 def above_zero(text: str, unit: str) -> float:

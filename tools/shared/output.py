@@ -1,6 +1,5 @@
 """Output of the commands: tables for the terminal, and files that are written completely or not at all."""
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import ConfigError
-from utils.files import write_atomically
+from utils.files import strict_json, write_atomically
 
 FILE_WIDTH = 160  # characters of a table that goes into a file or pipe
 
@@ -73,4 +72,4 @@ def write_file(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, value: Any, default: Callable[[Any], Any] | None = None) -> None:
     """Write indented JSON; `default` converts values without a JSON form."""
-    write_file(path, (json.dumps(value, indent=1, default=default) + "\n").encode())
+    write_file(path, (strict_json(value, indent=1, default=default) + "\n").encode())

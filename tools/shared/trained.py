@@ -1,25 +1,27 @@
-"""Loads a trained network of a run or a checkpoint, as it was validated: for tools.evaluate, tools.predict, api.py."""
+"""Loads a trained network, as it was validated: for tools.evaluate, tools.predict, tools.export and api.py."""
 
 import argparse
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from tools.shared.command_line import as_settings
+from tools.shared.command_line import as_settings, path_argument
 from utils.base_config import KeyFlag
 from utils.config import Config, override
-from utils.config.command_line import not_empty, report_error
-from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
+from utils.config.command_line import report_error
+from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError, unicode_note
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from utils.data.datasets.dataset import Dataset, Split
+    from utils.data.datasets.dataset import Split
     from utils.data.loader import Loader
     from utils.distributed.world import World
     from utils.training.classifier import Classifier
@@ -42,6 +44,11 @@ class Trained:
         """The class name of each label."""
         return self.state["data"]["class_names"]
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width)"""
+        return tuple(self.state["data"]["shape"])
+
     def describe(self, classifier: "Classifier", world: "World") -> str:
         """Describe weights, device and precision in a line."""
         state, of_batch = self.state, f", batch {self.state['batch']}" if self.state["batch"] else ""
@@ -56,7 +63,7 @@ class Trained:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the network and change its configuration."""
     parser.add_argument(
-        "run", type=not_empty, metavar="RUN",
+        "run", type=path_argument, metavar="RUN",
         help="a run's folder (its last checkpoint is used) or a checkpoint, such as RUN/checkpoints/best.pt",
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's device")
@@ -67,53 +74,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_trained(
-    options: argparse.Namespace, action: Callable[[Trained, "World"], None], changes: Mapping[str, Any] | None = None
+    options: argparse.Namespace, action: Callable[[Trained, "World"], None], changes: Mapping[str, Any]
 ) -> int:
     """Open the network that `options` name, with `changes` to its configuration, and run `action` on every rank.
 
     Returns the exit status."""
     device = [] if options.device is None else [f"device={options.device}"]
     try:
-        trained = open_trained(Path(options.run), [*as_settings(changes or {}), *options.set, *device])
+        trained = open_trained(options.run, [*as_settings(changes), *options.set, *device])
     except ExpectedError as error:
         return report_error(error)
     from utils.distributed.ranks import run_ranks
 
-    config = trained.config
-    return run_ranks(lambda world: action(trained, world), config.device, config.rank_timeout_seconds)
+    return run_ranks(lambda world: action(trained, world), trained.config.device, trained.config.rank_timeout_seconds)
 
 
 def open_trained(path: Path, settings: list[str]) -> Trained:
-    """Open the checkpoint that `path` names, with KEY=VALUE `settings` on top of its configuration."""
-    found, state, notes = find_checkpoint(path)
-    config = read_config(found, state)
+    """Open the newest good checkpoint in a run's folder, or a checkpoint file, with KEY=VALUE `settings` on top of its
+    configuration."""
+    from utils.run.checkpoint.io import newest_good, read_checkpoint
+
+    notes = list[str]()
+    if path.is_file():
+        found, state = path, read_checkpoint(path)
+    else:
+        newest, content, complaints = newest_good(path / "checkpoints")
+        if newest is None or content is None:
+            raise CheckpointError("; ".join(complaints) or f"{path}: holds no checkpoint of a step; {WHAT_TO_GIVE}")
+        found, state, notes = newest, content, [f"skipped: {complaint}" for complaint in complaints]
+    try:
+        config = Config(**state["config"])
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        wrong = ": ".join([*map(str, first["loc"][:1]), first["msg"].removeprefix("Value error, ")])
+        raise CheckpointError(
+            f"{found}: its configuration is of another version: {wrong!r}; use that version"
+        ) from None
     changed = override(config, settings)
     for key in (*Config.keys_with(KeyFlag.FIXED_ON_RESUME), "ema_decay"):  # without which the average is not loaded
         if getattr(changed, key) != getattr(config, key):
             raise ConfigError(f"--set {key}: cannot be changed after training; it was {getattr(config, key)!r}")
     return Trained(found, state, changed, notes)
-
-
-def find_checkpoint(path: Path) -> tuple[Path, dict[str, Any], list[str]]:
-    """Return (file, content, notes) of the newest good checkpoint in a run's folder, or of a checkpoint file."""
-    from utils.run.checkpoint.io import newest_good, read_checkpoint
-
-    if path.is_file():
-        return path, read_checkpoint(path), []
-    found, state, complaints = newest_good(path / "checkpoints")
-    if found is None or state is None:
-        raise CheckpointError("; ".join(complaints) or f"{path}: holds no checkpoint of a step; {WHAT_TO_GIVE}")
-    return found, state, [f"skipped: {complaint}" for complaint in complaints]
-
-
-def read_config(path: Path, state: dict[str, Any]) -> Config:
-    """Return the configuration in a checkpoint. Raises `CheckpointError` if this version does not know it."""
-    try:
-        return Config(**state["config"])
-    except ValidationError as error:
-        (first, *_) = error.errors()
-        wrong = ": ".join([*map(str, first["loc"][:1]), first["msg"].removeprefix("Value error, ")])
-        raise CheckpointError(f"{path}: its configuration is of another version: {wrong!r}; use that version") from None
 
 
 def load_classifier(trained: Trained, world: "World") -> "Classifier":
@@ -123,41 +124,64 @@ def load_classifier(trained: Trained, world: "World") -> "Classifier":
     from utils.run.checkpoint.state import merge_buffers
     from utils.training.classifier import build_classifier
 
-    build = partial(build_model, image_side=trained.state["data"]["shape"][-1])
+    build = partial(build_model, image_side=trained.image_shape[-1])
     classifier = build_classifier(trained.config, build, world)
+    add_saved_buffers(classifier.model, trained.state["model"])
     check_tensors_fit(trained.path, trained.state, classifier.model.state_dict())
     classifier.load_network(trained.state)
     merge_buffers(classifier, trained.state["ranks"])
     return classifier
 
 
-def check_reads_images(config: Config) -> None:
-    """Raise `ConfigError` if the loader reads no images, so that its outputs are of none."""
-    from utils.data.config import LOADERS
+def add_saved_buffers(network: "nn.Module", saved: Mapping[str, Any]) -> None:
+    """Create the buffers that are None until a forward pass fills them, if `saved` has them."""
+    for prefix, module in network.named_modules():
+        for name in [name for name, buffer in module._buffers.items() if buffer is None]:
+            if (value := saved.get(f"{prefix}.{name}" if prefix else name)) is not None:
+                module._buffers[name] = value.to(next(network.parameters()).device, copy=True)
 
-    if not LOADERS[config.data_loader].needs_data:
-        raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
 
-
-def find_split(trained: Trained, paths: list[Path], world: "World", *, test: bool = False) -> "Split":
+def find_split(
+    trained: Trained, paths: list[Path], world: "World", *, test: bool = False, must_read: bool = False
+) -> "Split":
     """Collective: return the images of `paths`, or without paths the run's validation set, or with `test` its test set.
-
-    Raises `DataError` if they have other classes."""
+    Labels are the run's, by the names of the classes. Raises `DataError` for other classes, and with paths or
+    `must_read` `ConfigError` for a loader that reads no images."""
     from utils.data.build import open_dataset
+    from utils.data.config import LOADERS
     from utils.data.datasets.folders import centre_fraction, find_images
 
     config = trained.config
-    if not paths:
-        dataset = open_dataset(config, world)
-        _check_dataset(trained, dataset)
-        if not test:
-            return dataset.valid
-        if dataset.test is None:
-            validated = "it validated on its test images; omit --test"
-            raise ConfigError(f"--test: the run held out no images (holdout_images 0); {validated}")
-        return dataset.test
-    check_reads_images(config)
-    return find_images(paths, trained.class_names, _image_side(trained), centre_fraction(config.dataset))
+    if (paths or must_read) and not LOADERS[config.data_loader].needs_data:
+        raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
+    if paths:
+        return find_images(paths, trained.class_names, _image_side(trained), centre_fraction(config.dataset))
+    dataset = open_dataset(config, world)
+    split = dataset.test if test else dataset.valid
+    if split is None:
+        validated = "it validated on its test images; omit --test"
+        raise ConfigError(f"--test: the run held out no images (holdout_images 0); {validated}")
+    if dataset.valid.image_shape != trained.image_shape:
+        shapes = f"its images are {dataset.valid.image_shape}, the run's {trained.image_shape}"
+        raise DataError(f"{config.data_path}: {shapes}; {RUNS_DATA}")
+    order = match_classes(f"{config.data_path}", dataset.class_names, trained.class_names, RUNS_DATA)
+    return split if (order == sorted(order)).all() else replace(split, labels=order[split.labels])
+
+
+def match_classes(where: str, found: Sequence[str], known: Sequence[str], remedy: str) -> "np.ndarray":
+    """Return the index in `known`, the network's class names, for each class name of the data: int64 [classes].
+
+    Raises `DataError` if the names differ, or one of them occurs twice: then a label has no one class."""
+    import numpy as np
+
+    for names, whose in ((found, "the data"), (known, "the run")):
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise DataError(f"{where}: class {twice[0]!r} occurs twice in {whose}; give each class another name")
+    if differing := sorted({*known} ^ {*found}):
+        sizes = f"its {len(found)} classes are not the {len(known)} of the run, for example {differing[0]!r}"
+        raise DataError(f"{where}: {sizes}{unicode_note({*found} - {*known}, known)}; {remedy}")
+    labels = {name: label for label, name in enumerate(known)}
+    return np.array([labels[name] for name in found], np.int64)
 
 
 def validation_transform(trained: Trained) -> "Callable[[Image], Tensor]":
@@ -180,22 +204,10 @@ def validation_transform(trained: Trained) -> "Callable[[Image], Tensor]":
 
 
 def _image_side(trained: Trained) -> int:
-    _, height, width = trained.state["data"]["shape"]
+    _, height, width = trained.image_shape
     if height != width:
         raise ConfigError(f"the run's images are {height} x {width} pixels; files are cut to squares only")
     return height
-
-
-def _check_dataset(trained: Trained, dataset: "Dataset") -> None:
-    path, known, found = trained.config.data_path, trained.class_names, list(dataset.class_names)
-    if differing := sorted({*known} ^ {*found}):
-        raise DataError(
-            f"{path}: its {len(found)} classes are not the {len(known)} of the run, for example "
-            f"{differing[0]!r}; {RUNS_DATA}"
-        )
-    shape = tuple(trained.state["data"]["shape"])
-    if dataset.valid.image_shape != shape:
-        raise DataError(f"{path}: its images are {dataset.valid.image_shape}, the run's {shape}; {RUNS_DATA}")
 
 
 def build_loader(trained: Trained, split: "Split", world: "World") -> tuple["Loader", list[str]]:

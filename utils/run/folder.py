@@ -22,7 +22,7 @@ from torch import Tensor
 from utils.base_config import BaseConfig, render
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError
-from utils.files import FolderHeldError, lock_folder, name_file_in_error, sign_lock, write_atomically
+from utils.files import FolderHeldError, lock_folder, name_file_in_error, sign_lock, strict_json, write_atomically
 from utils.run.checkpoint import fit
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.pretrained import Pretrained
@@ -191,7 +191,7 @@ def write_description(folder: Path, config: BaseConfig, config_name: str, enviro
     if path.exists() and (earlier := path.read_bytes()) != content:
         write_atomically(_free_name(path), earlier)
     write_atomically(path, content)
-    write_atomically(folder / "environment.json", (json.dumps(environment, indent=1) + "\n").encode())
+    write_atomically(folder / "environment.json", (strict_json(environment, indent=1) + "\n").encode())
 
 
 def _cut_records(path: Path, step: int, epoch: int) -> None:
@@ -212,7 +212,7 @@ def _cut_records(path: Path, step: int, epoch: int) -> None:
         else:
             lost = [{"kind": "lost"} | {key: record[key] for key in ("epoch", "step", "clock_seconds")}]
     if kept or lost:
-        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept + lost).encode())
+        write_atomically(path, "".join(strict_json(record) + "\n" for record in kept + lost).encode())
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

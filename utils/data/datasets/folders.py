@@ -15,7 +15,7 @@ import numpy as np
 
 from utils.data.datasets.dataset import Dataset, channel_statistics
 from utils.data.datasets.image_files import EncodedImages, ImageFiles, describe_unreadable, printable_name
-from utils.errors import DataError
+from utils.errors import DataError, unicode_note
 from utils.files import name_file_in_error
 from utils.program import command
 
@@ -93,7 +93,8 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
         if unknown := [name for name in map(printable_name, folders) if name not in labels]:
             raise DataError(
                 f"{path}: {len(unknown)} of its {len(folders)} folders are no classes of this run: "
-                f"{shorten(', '.join(unknown), 80)}\nits {len(labels)} classes are: {shorten(', '.join(labels), 160)}"
+                f"{shorten(', '.join(unknown), 80)}{unicode_note(unknown, labels)}\n"
+                f"its {len(labels)} classes are: {shorten(', '.join(labels), 160)}"
             )
         images = [(os.path.join(path, name), -1) for name in names]
         for name in folders:

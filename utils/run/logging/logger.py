@@ -1,6 +1,5 @@
 """Write a run's log, progress bar, metrics.jsonl and TensorBoard."""
 
-import json
 import os
 import shutil
 import socket
@@ -18,7 +17,7 @@ from torch import Tensor
 from utils.base_config import BaseConfig
 from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped, reader_is_gone
-from utils.files import name_file_in_error
+from utils.files import name_file_in_error, strict_json
 from utils.run.logging.tensorboard import TensorBoardWriter
 from utils.run.logging.trackers import Tracker
 from utils.timing.clock import Clock
@@ -110,7 +109,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def describe(self, config: BaseConfig, config_name: str, environment: dict[str, Any]) -> None:
         """Show the configuration and environment of this start; called before its first record."""
-        self._show(lambda board: board.describe(config, config_name, environment))
+        self.show(lambda board: board.describe(config, config_name, environment))
         if self.enabled:
             self.trackers = [Tracker(name, self.folder, config.model_dump(mode="json")) for name in self.to]
 
@@ -127,7 +126,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._info = f"  loss {loss:.3f}  {rate} images/s"
         self._record("step", epoch=epoch, step=step, **values)
         if images is not None:
-            self._show(lambda board: board.add_images(images))
+            self.show(lambda board: board.add_images(images))
 
     def log_epoch(self, epoch: int, step: int, values: dict[str, float], left: float | None = None) -> None:
         """Record the end of an epoch. `values`: loss/train, acc1/train, learning_rate, ..., and if it was validated
@@ -146,14 +145,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def log_end(
         self, epoch: int, step: int, results: dict[str, float], counts: Tensor, class_names: Sequence[str]
     ) -> None:
-        """Record the end of the training: its results, and the confusion matrix `counts` [true, predicted]."""
+        """Record the end of the training: its results, and the worst classes of the confusion matrix `counts`."""
         if "test_acc1" in results:
             accuracy, loss, images = (results[f"test_{name}"] for name in ("acc1", "loss", "images"))
             self.say(f"test acc1 {accuracy:.2%}, loss {loss:.4f}: {images:.0f} images never used for model selection")
         columns = ("class", "accuracy", "taken_for", "share")
         worst = [dict(zip(columns, row, strict=True)) for row in worst_classes(counts, class_names)]
         self._record("end", epoch=epoch, step=step, **results, worst_classes=worst)
-        self._show(lambda board: board.add_classes(counts, class_names, epoch))
 
     def sync(self) -> None:
         """Sync metrics.jsonl to the disk, so that a checkpoint written next is never newer than its records."""
@@ -167,9 +165,9 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         record = {"kind": kind, **values, "clock_seconds": seconds}
         if self._metrics is not None:
             with name_file_in_error(self.folder, UNWRITABLE):
-                self._metrics.write(json.dumps(record) + "\n")
+                self._metrics.write(strict_json(record) + "\n")
                 self._metrics.flush()
-        self._show(lambda board: board.record(record))
+        self.show(lambda board: board.record(record))
         for tracker in self.trackers:
             if kind in ("step", "epoch", "end"):
                 tracker.records.put(record)
@@ -180,7 +178,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self.say(tracker.error)
             self.trackers.remove(tracker)
 
-    def _show(self, add: Callable[[TensorBoardWriter], None]) -> None:
+    def show(self, add: Callable[[TensorBoardWriter], None]) -> None:
         if self.board is not None:
             with name_file_in_error(self.folder, UNWRITABLE):
                 add(self.board)

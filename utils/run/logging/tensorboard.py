@@ -11,6 +11,7 @@ again from the files, as it does from metrics.jsonl.
 
 import json
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,7 @@ ALWAYS_SHOWN = ("batch_size", "lr", "max_epochs", "model")
 RESULTS = (
     "best_acc1", "best_epoch", "last_acc1", "last_loss", "seconds", "images_per_sec", "test_acc1", "test_loss",
 )  # fmt: skip
-MATRIX_PIXELS = 600
+MATRIX_PIXELS, MATRIX_CLASSES = 600, 300
 PICTURE_IMAGES = 64
 CODE = " " * 4  # indents a Markdown code block, which TensorBoard shows verbatim
 
@@ -86,10 +87,8 @@ class TensorBoardWriter:
             for content in RawEventFileLoader(str(path)).Load():
                 event = Event.FromString(content)
                 tags = [value.tag for value in event.summary.value]
-                by_step, by_epoch = (
-                    any(tag.startswith(STEP_TAGS) for tag in tags),
-                    any(tag in EPOCH_TAGS for tag in tags),
-                )
+                by_step = any(tag.startswith(STEP_TAGS) for tag in tags)
+                by_epoch = any(tag in EPOCH_TAGS for tag in tags)
                 if (by_step and event.step > self._step) or (by_epoch and event.step > self._epoch):
                     os.truncate(path, position)
                     break
@@ -133,8 +132,12 @@ class TensorBoardWriter:
         self._has_images = True
 
     def add_classes(self, counts: Tensor, names: Sequence[str], epoch: int) -> None:
-        """Write the confusion matrix [true, predicted] as a picture, and the worst classes as a table."""
-        self._writer.add_image("confusion matrix", draw_matrix(counts), epoch, dataformats="HWC")
+        """Write the worst classes as a table, and a picture of the confusion matrix `counts` [true, predicted]."""
+        if len(counts) <= MATRIX_CLASSES:
+            self._writer.add_image("confusion matrix", draw_matrix(counts), epoch, dataformats="HWC")
+        names = [
+            re.sub(r"[^\w ]|_", lambda match: f"&#{ord(match[0])};", name) for name in names
+        ]  # no Markdown, no HTML
         rows = ["| class | accuracy | most often confused with | fraction |", "|---|---|---|---|"]
         for name, accuracy, other, fraction in worst_classes(counts, names):
             rows.append(f"| {name} | {accuracy:.1%} | {other} | {fraction:.1%} |")

@@ -11,19 +11,19 @@ WORST_CLASSES = 10
 
 
 class Confusion:
-    """Confusion matrix, counted on the device without waiting for it."""
+    """Confusion matrix, counted on the device without waiting for it; 12,000 classes take 0.6 GB."""
 
     def __init__(self, num_classes: int, device: torch.device) -> None:
         self.num_classes = num_classes
-        self.counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(num_classes * num_classes, dtype=torch.int32, device=device)
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
         """Add outputs [N, classes] and labels [N] of one batch."""
         cells = labels * self.num_classes + outputs.argmax(1)
-        self.counts.index_add_(0, cells, torch.ones_like(cells))
+        self.counts.index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
 
     def collect(self, world: World) -> Tensor:
-        """Collective: return the counts over all ranks, int64 [true class, predicted class], on the CPU."""
+        """Collective: return the counts over all ranks, int32 [true class, predicted class], on the CPU."""
         return world.all_reduce(self.counts.clone()).view(self.num_classes, self.num_classes).cpu()
 
 
