@@ -70,7 +70,7 @@ RUNS = {
     "mixed": Run("quickstart", SHORT | {"cutmix_alpha": 1.0, "mixup_alpha": 0.2, "cutout_size": 8}),
     "half-weights": Run("bs128", SHAPES | SHORT | BF16 | {"opt_level": "O2", "clip_grad_norm": 1.0}),
     "muon": Run("bs128", SHAPES | SHORT | {"optimizer": "muon", "lr": 0.01, "weight_decay_bn_bias": False}),
-    "plateau": Run("bs128", SHAPES | SHORT | {"lr_plateau_patience": 0, "max_epochs": 5, "lr": 1e-4}),
+    "plateau": Run("bs128", SHAPES | SHORT | {"lr_schedule": "plateau/0", "max_epochs": 5, "lr": 1e-4}),
     "resumed": Run("bs128-opt", RESUMED, is_stopped=True),
     "two-ranks-resumed": Run("bs128-opt", RESUMED | {"ema_decay": 0.9}, ranks=2, is_stopped=True),
 }

@@ -31,7 +31,7 @@ def test_deterministic_logs_what_it_does_and_costs(tiny: Callable[..., Config]) 
     device = torch.device("cuda", 0)
     assert not any("deterministic" in note for note in prepare_backends(tiny(), device))
     (plain,) = prepare_backends(tiny(deterministic=True), device)
-    (both,) = prepare_backends(tiny(deterministic=True, cudnn_benchmark=True), device)
+    (both,) = prepare_backends(tiny(deterministic=True, enable_extra_opts=True), device)
     for note in (plain, both):
         assert note.startswith(
             "deterministic: every run on this machine gives the same bits; on a GPU steps take longer"

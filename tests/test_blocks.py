@@ -41,7 +41,7 @@ def shorten(config: Config, **changes: Any) -> Config:
     """Shorten a block to two epochs of one batch."""
     values = config.model_dump() | SHORT | changes
     values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
-    values["lr_milestones"] = config.lr_milestones and (1,)
+    values["lr_schedule"] = (1,) if config.schedule_kind == "step" else config.lr_schedule
     values |= {key: value for key, value in NEEDS_GPUS.items() if key != "data_loader" or values[key] == "dali"}
     values["micro_batch_size"] = config.micro_batch_size and min(config.micro_batch_size, values["batch_size"])
     return Config(**values)

@@ -178,9 +178,9 @@ def test_bad_usage_is_an_error_of_one_line(arguments, message, refused):
 
 
 def test_train_reports_a_wrong_setting_without_a_traceback():
-    process = run_train("--config=bs2048-warmup-opt", "--set", "lr_schedule=step")
+    process = run_train("--config=bs2048-warmup-opt", "--set", "width=2")
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr.startswith("error: --set lr_schedule=step: lr_schedule step cuts at lr_milestones, ")
+    assert process.stderr.startswith("error: --set width=2: width 2 is for resnet8, ")
     assert process.stderr.count("\n") == 1
 
 

@@ -195,7 +195,6 @@ BROKEN_VALUES = [
     ("micro_batch_size: None", f'micro_batch_size is "None"; {COUNT} or null; write null'),
     ("cifar100_mean: [129.3, 124.1, 112.4]", "cifar100_mean is [129.3, 124.1, 112.4]; " + MEAN),
     ("bacth_size: 64", "unknown key 'bacth_size'. Did you mean 'batch_size'?"),
-    ("lr_schedule: step", "lr_schedule step cuts at lr_milestones, but that is []; list at least one epoch"),
 ]
 
 

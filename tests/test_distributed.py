@@ -70,12 +70,12 @@ def train_some_steps(world: World, num_steps: int, **changes: Any) -> dict[str, 
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "fused": {"fused_optimizer": True},
+    "fused": {"enable_extra_opts": ["fused_optimizer"]},
     "small buckets": {"bucket_cap_mb": 0.02},
-    "zeroed": {"zero_grad_set_to_none": False},
-    "dropped": {"zero_grad_set_to_none": True},
-    "all at once": {"fused_optimizer": True, "zero_grad_set_to_none": True, "micro_batch_size": 6, "enable_nhwc": True},
-    "accumulated, zeroed": {"micro_batch_size": 12, "zero_grad_set_to_none": False},
+    "zeroed": {},
+    "dropped": {"enable_extra_opts": ["zero_grad_set_to_none"]},
+    "all at once": {"enable_extra_opts": True, "micro_batch_size": 6, "enable_nhwc": True},
+    "accumulated, zeroed": {"micro_batch_size": 12},
     "no communication": {"parallel": "no_communication"},
 }
 
@@ -380,7 +380,10 @@ def test_a_micro_batch_is_no_larger_than_the_ranks_share():
 
 def test_dataparallel_refuses_settings_that_need_one_gpu():
     for refused, message in (
-        ({"enable_cuda_graphs": True, "fused_optimizer": True}, "a CUDA graph cannot span its GPUs; use false or auto"),
+        (
+            {"enable_cuda_graphs": True, "enable_extra_opts": True},
+            "a CUDA graph cannot span its GPUs; use false or auto",
+        ),
         ({"enable_compile": True}, "its replicas run in threads, where PyTorch compiles nothing; use false or auto"),
         ({"verify_every_steps": 10}, "verify_every_steps cannot repeat a step of parallel dataparallel"),
     ):
@@ -391,7 +394,7 @@ def test_dataparallel_refuses_settings_that_need_one_gpu():
             configuration(parallel="dataparallel", amp_dtype="bf16", **autocast)
         configuration(parallel="dataparallel", **autocast)
     configuration(parallel="dataparallel", amp_dtype="bf16", opt_level="O2")
-    automatic = {"enable_cuda_graphs": "auto", "enable_compile": "auto", "fused_optimizer": True}
+    automatic = {"enable_cuda_graphs": "auto", "enable_compile": "auto", "enable_extra_opts": True}
     assert not compiles(configuration(parallel="dataparallel", **automatic), torch.device("cuda", 0))
 
 

@@ -25,7 +25,7 @@ def test_the_memory_estimate_counts_all_tensors_after_a_step(tiny, one_rank, cha
     def size(tensors):
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
-    config = tiny(fused_optimizer=False, **changes)
+    config = tiny(**changes)
     trainer = train.Trainer(config, one_rank)
     trainer.learner.step(*next(iter(trainer.loaders.train)), trainer.learner.sums)
     ema, optimizer = trainer.learner.ema, trainer.learner.optimizer

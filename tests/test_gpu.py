@@ -37,7 +37,7 @@ MODES = {
     "constant scale": {"opt_level": "O2", "loss_scale": 128},
     "accumulation": {"enable_amp": True, "micro_batch_size": 8},
     "clipped": {"enable_amp": True, "clip_grad_norm": 1e3, "weight_decay_bn_bias": False},
-    "zeroed gradients": {"enable_amp": True, "zero_grad_set_to_none": False},
+    "zeroed gradients": {"enable_amp": True, "enable_extra_opts": ["fused_optimizer", "cudnn_benchmark"]},
     "compiled": {"enable_amp": True, "enable_compile": True},
     "fused norm": {"enable_amp": True, "fuse_norm_relu": True},
     "adamw": {"enable_amp": True, "optimizer": "adamw", "lr": 0.0005},
@@ -124,16 +124,20 @@ def test_the_fused_update_of_half_weights_is_right(tiny, gpu, nesterov, dtype):
     """For O3; PyTorch's CPU kernel was wrong up to 2.13."""
     values = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
     plain, fused = (
-        half_weights_after_three_updates(tiny(fused_optimizer=on, **values), "cuda", dtype) for on in (False, True)
+        half_weights_after_three_updates(
+            tiny(enable_extra_opts=["fused_optimizer"] if on else False, **values), "cuda", dtype
+        )
+        for on in (False, True)
     )
     torch.testing.assert_close(fused, plain, rtol=6 * 2**-8, atol=6 * 2**-8)
 
 
 ALL_SWITCHES = SWITCHES | {
-    "fp16": {"enable_amp": True, "amp_dtype": "fp16", "fused_optimizer": True},
+    "fp16": {"enable_amp": True, "amp_dtype": "fp16", "enable_extra_opts": ["fused_optimizer"]},
     "tf32": {"enable_tf32": True},
-    "graphs": {"enable_cuda_graphs": True, "fused_optimizer": True},
-    "all": SWITCHES["all"] | {"enable_tf32": True, "enable_cuda_graphs": True, "fused_optimizer": True},
+    "graphs": {"enable_cuda_graphs": True, "enable_extra_opts": ["fused_optimizer"]},
+    "all": SWITCHES["all"]
+    | {"enable_tf32": True, "enable_cuda_graphs": True, "enable_extra_opts": ["fused_optimizer"]},
 }
 
 
@@ -145,7 +149,7 @@ def references():
 @pytest.mark.real_gpu("200 steps of each switch take minutes on a CPU")
 @pytest.mark.parametrize("name", ALL_SWITCHES)
 def test_a_switch_trains_like_float32_for_200_steps(tiny, gpu, references, name):
-    small = {"device": "cuda", "lr": 0.02, "limit_train_batches": 50, "fused_optimizer": False}
+    small = {"device": "cuda", "lr": 0.02, "limit_train_batches": 50}
     if "reference" not in references:
         references["reference"] = train_losses(tiny(**small), gpu, 200)
     reference, measured = references["reference"], train_losses(tiny(**small | ALL_SWITCHES[name]), gpu, 200)

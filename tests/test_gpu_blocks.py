@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 SMALL: dict[str, Any] = {
     "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "zero_init_residual": False,
     "batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "max_epochs": 2,
-    "lr_milestones": (1,), "num_data_workers": 0, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False,
+    "num_data_workers": 0, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False,
     "enable_profiling": False, "stop_at_accuracy": None, "device": "cuda",
     "save_checkpoint": True,
     "enable_compile": False,  # compiled kernels compute nothing on the fake runtime
@@ -28,6 +28,7 @@ def shrink(config: Config) -> Config:
     values |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
     accumulates = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
     values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
+    values["lr_schedule"] = (1,) if config.schedule_kind == "step" else config.lr_schedule
     values["micro_batch_size"] = 4 if accumulates else None
     if config.data_loader == "dali":
         values["data_loader"] = "torchvision"
@@ -40,7 +41,7 @@ def distinct() -> list[Any]:
     for path in sorted((ROOT / "config").glob("*.yaml")):
         for name in list_blocks(path):
             config = shrink(load_config(path, name))
-            schedule = config.lr_schedule, config.lr_warmup_by, config.lr_warmup_epochs > 0
+            schedule = config.schedule_kind, config.lr_warmup_by, config.lr_warmup_epochs > 0
             other = config.test_time_views, config.checkpoint_every_steps
             found.setdefault((key_of(config), schedule, other), pytest.param(config, id=f"{path.stem}-{name}"))
     return list(found.values())

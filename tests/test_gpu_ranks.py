@@ -35,7 +35,7 @@ pytestmark = [
 
 BATCH, TOLERANCE = 16, 1e-5
 GRAPHS: dict[str, Any] = {"enable_cuda_graphs": True}
-ACCUMULATION: dict[str, Any] = {"micro_batch_size": 4, "zero_grad_set_to_none": False}
+ACCUMULATION: dict[str, Any] = {"micro_batch_size": 4}
 SWITCHES: dict[str, Any] = {
     "bucket_cap_mb": 0.02,
     "enable_prefetch": True,
@@ -49,7 +49,13 @@ NOT_ON_A_CPU = dict.fromkeys(("enable_cuda_graphs", "enable_prefetch", "enable_s
 
 
 def configuration(device: str, **changes: Any) -> Config:
-    few = {"batch_size": BATCH, "limit_train_batches": 14, "max_epochs": 1, "lr": 0.01, "fused_optimizer": True}
+    few = {
+        "batch_size": BATCH,
+        "limit_train_batches": 14,
+        "max_epochs": 1,
+        "lr": 0.01,
+        "enable_extra_opts": ["fused_optimizer"],
+    }
     values = few | {"device": device} | changes
     return tiny_config(**values | (NOT_ON_A_CPU if device == "cpu" else {}))
 

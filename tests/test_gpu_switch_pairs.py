@@ -121,9 +121,9 @@ ROWS, REFUSED = covering_rows()
 def test_refused_pairs():
     assert Counter(tuple(sorted(key for key, _ in pair)) for pair in REFUSED) == {
         ("nesterov", "optimizer"): 1,
-        ("fused_optimizer", "optimizer"): 1,
         ("enable_cuda_graphs", "parallel"): 1,
         ("ema_decay", "opt_level"): 2,
+        ("loss_scale", "opt_level"): 2,
         ("enable_sync_bn", "fuse_norm_relu"): 1,
         ("enable_nhwc", "fuse_norm_relu"): 1,
     }

@@ -42,7 +42,7 @@ def test_training_settings_may_not_change(tiny, one_rank, tmp_path):
     epochs = {"max_epochs": 2, "limit_train_batches": 1}
     run(tiny(**epochs), one_rank, tmp_path)
     max((tmp_path / "checkpoints").glob("step-*.pt")).unlink()  # an epoch is left
-    for key, value in {"fused_optimizer": True, "max_epochs": 3, "ema_decay": 0.9, "seed": 1}.items():
+    for key, value in {"enable_extra_opts": True, "max_epochs": 3, "ema_decay": 0.9, "seed": 1}.items():
         message = refusal(tiny(**epochs | {key: value}), one_rank, tmp_path)
         assert f"holds a run with other settings: {key} " in message
         # with another seed the checkpoint would be in the middle of another order of the images

@@ -75,13 +75,9 @@ def test_onecycle_rises_in_the_first_half_of_a_short_run():
     assert (explain_warmup(config), explain_warmup(fitting)) == ([note], [])
 
 
-def test_step_schedule_cuts_after_its_milestones(tiny):
-    config = tiny(lr_schedule="step", lr_milestones=(1, 2), max_epochs=3)
+def test_a_list_cuts_after_its_epochs(tiny):
+    config = tiny(lr_schedule=(1, 2), max_epochs=3)
     assert factors(build_schedule(config, 2), 6) == pytest.approx([1, 1, 0.2, 0.2, 0.04, 0.04])
-
-
-def test_milestones_are_only_of_the_step_schedule(tiny):
-    assert build_schedule(tiny(lr_schedule="linear", lr_milestones=(1, 2)), 2).milestone_steps == ()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +142,7 @@ def test_the_plateau_observes_the_validation_loss_of_epochs_after_the_warmup(tin
 
 
 def test_a_resumed_plateau_has_the_new_patience_and_the_saved_counts(tiny, one_rank):
-    before, after = (Trainer(tiny(lr_plateau_patience=patience), one_rank).learner for patience in (5, 2))
+    before, after = (Trainer(tiny(lr_schedule=f"plateau/{patience}"), one_rank).learner for patience in (5, 2))
     for loss in (1.0, 1.5, 1.5):
         before.plateau.observe(loss)
     after.load_state_dict(before.state_dict())
@@ -188,7 +184,9 @@ def train(optimizer, parameter, gradients, scaler=None):
 def test_sgd_and_adamw_equal_pytorchs(tiny, changes, fused):
     generator = torch.Generator().manual_seed(0)
     gradients = [[torch.randn(shape, generator=generator) for shape in ((4, 5), (5,))] for _ in range(5)]
-    config = tiny(lr=0.03, momentum=0.8, weight_decay=0.3, fused_optimizer=fused, **changes)
+    config = tiny(
+        lr=0.03, momentum=0.8, weight_decay=0.3, enable_extra_opts=["fused_optimizer"] if fused else False, **changes
+    )
 
     def trained(build):
         parameters = [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))]
@@ -231,16 +229,16 @@ def test_the_update_of_half_weights_is_right_on_a_cpu(tiny, nesterov):
 
 
 def test_half_weights_are_not_fused_where_pytorchs_kernel_is_wrong(tiny, one_rank, monkeypatch):
-    def fused(**changes):
-        learner = Trainer(tiny(enable_extra_opts=True, amp_dtype="bf16", **changes), one_rank).learner
+    def fused(opts=True, **changes):
+        learner = Trainer(tiny(enable_extra_opts=opts, amp_dtype="bf16", **changes), one_rank).learner
         return learner.optimizer.param_groups[0]["fused"], [note for note in learner.notes if "fused" in note]
 
     monkeypatch.setattr(optimizer_module, "FUSED_HALF_FIXED_IN", "99")
     assert fused(opt_level="O3") == (
         None, [f"fused_optimizer disabled: torch {torch.__version__} updates half-precision weights wrongly on a CPU"],
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="fused_optimizer true with half-precision weights on a CPU"):
-        fused(opt_level="O3", fused_optimizer=True)
+    with pytest.raises(ConfigError, match=r"enable_extra_opts \[fused_optimizer\] with half-precision weights"):
+        fused(["fused_optimizer"], opt_level="O3")
     for others in ({"opt_level": "O2"}, {"opt_level": "O1"}, {"opt_level": "O3", "optimizer": "adamw"}):
         assert fused(**others) == (True, []), others
     monkeypatch.undo()
@@ -251,7 +249,7 @@ def test_half_weights_are_not_fused_where_pytorchs_kernel_is_wrong(tiny, one_ran
 def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):
     """PyTorch's fused kernel would leave the momentum unwritten; deterministic mode fills such memory with NaN."""
     parameter = nn.Parameter(torch.ones(50))
-    optimizer = build_optimizer(tiny(fused_optimizer=True), nn.ParameterList([parameter]))
+    optimizer = build_optimizer(tiny(enable_extra_opts=True), nn.ParameterList([parameter]))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))  # creates the scaler's state
     overflow, gradient = torch.full((50,), math.inf), torch.full((50,), 2.0)
@@ -261,7 +259,7 @@ def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):
     finally:
         torch.use_deterministic_algorithms(False)
     plain = nn.Parameter(torch.ones(50))
-    reference = build_optimizer(tiny(fused_optimizer=False), nn.ParameterList([plain]))
+    reference = build_optimizer(tiny(), nn.ParameterList([plain]))
     # the scale is 1 after the overflow
     torch.testing.assert_close(result, train(reference, plain, [gradient, gradient]))
 
@@ -291,7 +289,9 @@ def test_a_restored_optimizer_updates_in_the_new_memory_format(tiny, changes):
         before = build_optimizer(tiny(**changes), nn.ParameterList([old]))
         train(before, old, [first])
         new = nn.Parameter(old.detach().to(memory_format=torch.channels_last))
-        after = build_optimizer(tiny(**changes | {"momentum": 0.9, "fused_optimizer": fused}), nn.ParameterList([new]))
+        after = build_optimizer(
+            tiny(**changes | {"momentum": 0.9, "enable_extra_opts": fused}), nn.ParameterList([new])
+        )
         load_optimizer(after, before.state_dict())
         moments = [value for name, value in after.state[new].items() if name != "step" and value is not None]
         assert not fused or all(value.is_contiguous(memory_format=torch.channels_last) for value in moments)

@@ -154,7 +154,7 @@ def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, cod
 @pytest.mark.parametrize(
     "changes",
     [
-        {"fused_optimizer": True, "clip_grad_norm": 1.0, "micro_batch_size": 16},
+        {"enable_extra_opts": ["fused_optimizer"], "clip_grad_norm": 1.0, "micro_batch_size": 16},
         {"opt_level": "O2", "optimizer": "adamw"},
         {"optimizer": "muon", "ema_decay": 0.5},
     ],

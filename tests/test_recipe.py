@@ -33,7 +33,7 @@ def epochs(folder):
 def test_other_optimizers_resume_from_their_state(tiny, name):
     """Bitwise, for a convolution, a matrix and an undecayed vector."""
     *fused, name = name.split()
-    keys = tiny(optimizer=name, fused_optimizer=bool(fused), weight_decay_bn_bias=False)
+    keys = tiny(optimizer=name, enable_extra_opts=["fused_optimizer"] if fused else False, weight_decay_bn_bias=False)
 
     def build():
         parameters = [nn.Parameter(torch.ones(shape)) for shape in ((2, 3, 1, 1), (3, 2), (3,))]
@@ -290,7 +290,7 @@ def test_of_equal_accuracies_the_first_is_the_best():
             "auto is for sgd, adamw and muon; optimizer timm:lamb",
         ),
         ({"optimizer": "adamw", "nesterov": True}, "nesterov is true, which optimizer adamw does not have"),
-        ({"optimizer": "muon", "fused_optimizer": True}, "optimizer muon has no fused kernel"),
+        ({"optimizer": "muon", "enable_extra_opts": ["fused_optimizer"]}, "optimizer muon has no fused kernel"),
         ({"progressive_image_sizes": ((16, 0.5), (24, 0.2))}, "pairs with rising fractions"),
         ({"optimizer": "adamw", "enable_cuda_graphs": "auto"}, "without it PyTorch's adamw reads the learning rate"),
         ({"model": "alexnet"}, "stem 7x7 is not for model alexnet; expected imagenet"),

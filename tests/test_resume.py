@@ -21,7 +21,7 @@ PLATEAU, ONECYCLE = "torchvision and plateau", "device and onecycle"
 LOADERS = {
     # with a learning rate too high, so that validation gets worse and the plateau schedule lowers it
     PLATEAU: {
-        "data_loader": "torchvision", "lr_schedule": "plateau", "lr_plateau_patience": 0, "lr_warmup_epochs": 0.5,
+        "data_loader": "torchvision", "lr_schedule": "plateau/0", "lr_warmup_epochs": 0.5,
         "lr": 0.3,
     },
     ONECYCLE: {

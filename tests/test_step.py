@@ -34,11 +34,11 @@ from utils.training.optimizers.build import build_optimizer, learning_rate, set_
 SWITCHES = {
     "amp": {"enable_amp": True},
     "O2": {"opt_level": "O2"},
-    "loss scale": {"enable_amp": True, "loss_scale": 128, "fused_optimizer": True},
+    "loss scale": {"enable_amp": True, "loss_scale": 128, "enable_extra_opts": ["fused_optimizer"]},
     "nhwc": {"enable_nhwc": True},
-    "fused": {"fused_optimizer": True},
-    "set to none": {"zero_grad_set_to_none": True},
-    "cudnn benchmark": {"cudnn_benchmark": True},
+    "fused": {"enable_extra_opts": ["fused_optimizer"]},
+    "set to none": {"enable_extra_opts": ["zero_grad_set_to_none"]},
+    "cudnn benchmark": {"enable_extra_opts": ["cudnn_benchmark"]},
     "stem": {"stem_channels": 8},
     "fused norm": {"fuse_norm_relu": True, "enable_nhwc": True},
     "conv products": {"cpu_kernels": ["weight_products"], "enable_nhwc": True},
@@ -82,7 +82,7 @@ def references():
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_trains_like_float32_for_200_steps(tiny, one_rank, references, name):
     """Rounding errors grow, so the first steps are compared one by one, then means over 50 steps."""
-    small: dict[str, object] = {"lr": 0.02, "limit_train_batches": 50, "fused_optimizer": False}
+    small: dict[str, object] = {"lr": 0.02, "limit_train_batches": 50}
     if "reference" not in references:
         references["reference"] = train_losses(tiny(**small), one_rank, 200)
     reference, losses = references["reference"], train_losses(tiny(**(small | SWITCHES[name])), one_rank, 200)
@@ -159,15 +159,6 @@ def test_compile_without_a_compiler_is_refused(tiny, one_rank, monkeypatch):
     assert any("compiled: the first step" in note for note in Trainer(tiny(enable_compile=True), one_rank).notes)
 
 
-def test_a_file_without_micro_batch_size_gets_a_note(tiny, one_rank):
-    """The tutorial's file has none, so that one device computes the images of 16 GPUs at once."""
-    for key, noted in (({}, [300]), ({"micro_batch_size": None}, []), ({"micro_batch_size": 100}, [])):
-        values = tiny(batch_size=300).model_dump()
-        del values["micro_batch_size"]
-        notes = Trainer(Config(**values | key), one_rank).notes
-        assert [int(note.split()[0]) for note in notes if "--set micro_batch_size=128" in note] == noted
-
-
 @pytest.mark.parametrize(
     "changes", [{"clip_grad_norm": 0.01, "label_smoothing": 0.1}, {"micro_batch_size": 8, "enable_amp": True}]
 )
@@ -187,11 +178,11 @@ def test_the_measured_step_is_the_training_step(tiny, one_rank, changes):
 
 def test_graphs_need_cuda_and_the_fused_optimizer(tiny, one_rank):
     with pytest.raises(ConfigError, match="enable_cuda_graphs needs a CUDA device, this run is on cpu"):
-        Trainer(tiny(enable_cuda_graphs=True, fused_optimizer=True), one_rank)
-    with pytest.raises(ValueError, match="enable_cuda_graphs true needs fused_optimizer true"):
+        Trainer(tiny(enable_cuda_graphs=True, enable_extra_opts=True), one_rank)
+    with pytest.raises(ValueError, match="enable_cuda_graphs true needs enable_extra_opts true"):
         tiny(enable_cuda_graphs=True)
     assert Trainer(
-        tiny(enable_cuda_graphs="auto", fused_optimizer=True), one_rank
+        tiny(enable_cuda_graphs="auto", enable_extra_opts=True), one_rank
     ).learner.step.forward  # eager on a CPU
 
 

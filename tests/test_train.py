@@ -63,11 +63,11 @@ def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, tmp_path
 
 
 def test_extra_opts_switch_their_members_which_also_work_separately(tiny, one_rank):
-    group = Trainer(tiny(enable_extra_opts=True, zero_grad_set_to_none=False), one_rank)
+    group = Trainer(tiny(enable_extra_opts=["fused_optimizer", "cudnn_benchmark"]), one_rank)
     assert group.learner.optimizer.param_groups[0]["fused"]
     assert torch.backends.cudnn.benchmark
     assert not group.learner.config.extra_opt("zero_grad_set_to_none")
-    single = Trainer(tiny(fused_optimizer=True), one_rank)
+    single = Trainer(tiny(enable_extra_opts=["fused_optimizer"]), one_rank)
     assert single.learner.optimizer.param_groups[0]["fused"]
     assert not torch.backends.cudnn.benchmark
 
@@ -294,14 +294,14 @@ def test_throughput_leaves_the_first_window_out_and_counts_all_ranks():
 
 
 def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
-    schedule = {"lr": 0.4, "lr_schedule": "step", "lr_milestones": (2,), "lr_decay_factor": 0.1, "max_epochs": 3}
+    schedule = {"lr": 0.4, "lr_schedule": [2], "lr_decay_factor": 0.1, "max_epochs": 3}
     config = tiny("bs2048-warmup-opt", batch_size=32, **schedule)  # 4 steps an epoch, the first epoch a warm-up
     assert train_module.main(Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=True)) == 0
     said = capsys.readouterr().out
     assert "78,042 parameters" in said
     assert "128 in 4 steps per epoch" in said
     assert "memory estimate" in said
-    rates = said.partition("learning rate    schedule step\n")[2].splitlines()
+    rates = said.partition("learning rate    schedule [2]\n")[2].splitlines()
     corners = [(int(line.split()[1]), float(line.split()[2])) for line in rates]
     assert corners == [(0, 0.4), (3, 0.4), (4, 0.4), (7, 0.4), (8, 0.04), (11, 0.04)]
     assert not (tmp_path / "run").exists()

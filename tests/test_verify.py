@@ -27,9 +27,9 @@ MODES = {
     "plain": {},
     "accumulation": {"micro_batch_size": 4, "clip_grad_norm": 1.0},
     "recipe": RECIPE,
-    "fused, O2, scaled": {"opt_level": "O2", "loss_scale": 128, "fused_optimizer": True},
+    "fused, O2, scaled": {"opt_level": "O2", "loss_scale": 128, "enable_extra_opts": ["fused_optimizer"]},
     "autocast": {"enable_amp": True, "amp_dtype": "bf16", "loss_scale": 128},
-    "adamw": {"optimizer": "adamw", "lr": 0.001, "fused_optimizer": False},
+    "adamw": {"optimizer": "adamw", "lr": 0.001},
 }
 COMPILED = pytest.param({"enable_compile": True}, id="compiled", marks=pytest.mark.slow)
 

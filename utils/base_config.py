@@ -31,7 +31,7 @@ class KeyFlag(Enum):
     FREE_ON_RESUME = "no hyperparameter: not in TensorBoard's HParams, and a run resumes with another value"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OneOf:
     """The values that a key allows: `Annotated[str, OneOf(NAMES, FORMS)]`. A value is one of the names, or matches a
     regular expression of `forms`, {form as users write it: regular expression}."""

@@ -7,6 +7,7 @@ A rung is a block, or a block with settings, as in `fastest+enable_compile=false
 """
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ RUNGS = (
 CANDIDATES = (
     "fastest,fastest+enable_compile=false,fastest+amp_dtype=fp16,fastest+stem_channels=4,fastest+stem_channels=8,"
     "record-75,record-75+amp_dtype=fp16,record-75+opt_level=O2,record-75+stem_channels=8,"
-    "record-75+cudnn_benchmark=false,record-75+fuse_norm_relu=true,"
+    "record-75+enable_extra_opts=[zero_grad_set_to_none],record-75+fuse_norm_relu=true,"
     "accuracy,accuracy+amp_dtype=fp16,accuracy+enable_compile=false"
 )
 LISTS = {"ladder": RUNGS, "candidates": CANDIDATES}
@@ -64,13 +65,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=path_argument, metavar="PATH", help="draw the ladder: .svg, else PNG")
 
 
+def split_rungs(names: str) -> list[str]:
+    """Split A,B,..., but not at the commas of a list [...]."""
+    return re.split(r",(?![^\[]*\])", names)
+
+
 def run(options: argparse.Namespace) -> int:
     """Measure every rung, print the table, write the report; returns 1 if the baseline was faster."""
     common.read_config(options)
     if options.plot:
         new_figure()  # fails now if matplotlib is missing, not after minutes of measuring
         check_writable("--plot", options.plot)
-    rungs = LISTS.get(options.configs, options.configs).split(",")
+    rungs = split_rungs(LISTS.get(options.configs, options.configs))
     configs = {name: read_rung(options.yaml_config, name, options.set) for name in rungs}
     first = next(iter(configs.values()))
     world = alone(first)

@@ -29,7 +29,7 @@ class OutputConfig(SharedConfig):
     NVIDIA's data sheets, for the devices in utils/training/metrics/flops.py."""
     log_freq: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 20
     """Steps between two log points. The host waits for the device only there, except with fp16 loss scaling without
-    fused_optimizer, where PyTorch's scaler waits in every step."""
+    the fused optimizer, where PyTorch's scaler waits in every step."""
     save_checkpoint: Annotated[bool, KeyFlag.FREE_ON_RESUME] = True
     """Write the last and the best checkpoint, every epoch and when asked to stop."""
     checkpoint_every_steps: Annotated[PositiveInt | None, KeyFlag.FREE_ON_RESUME] = None

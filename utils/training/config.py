@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from utils.base_config import (
     Fraction,
     KeyFlag,
-    NonNegativeInt,
     OneOf,
     PositiveFloat,
     PositiveInt,
@@ -19,8 +18,12 @@ from utils.user_code import FORMS, is_user_code
 
 Auto = Literal["auto", True, False]
 CpuKernel = Literal["winograd", "weight_products", "keep_memory"]
+ExtraOpt = Literal["fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark"]
 HAVE_FUSED_KERNEL = ("sgd", "adamw")
 LR_SCALE_RULES = {"sqrt/N": r"^sqrt/[1-9]\d{0,8}$", "linear/N": r"^linear/[1-9]\d{0,8}$"}
+ScheduleName = Annotated[
+    str, OneOf(("plateau", "onecycle", "cosine", "linear", "constant"), {"plateau/N": r"^plateau/\d{1,9}$"})
+]
 ImageSize = Annotated[
     tuple[Annotated[int, Field(ge=8, le=1024)], Annotated[float, Field(gt=0, le=1)]], Field(strict=False)
 ]
@@ -72,9 +75,10 @@ class ScheduleConfig(SharedConfig):
     """Epochs to train."""
     validate_every_epochs: PositiveInt = 1
     """Validate once in this many epochs, and after the last one."""
-    lr_schedule: Literal["plateau", "onecycle", "cosine", "linear", "step", "constant"] = "plateau"
-    """Learning rate after the warm-up. plateau, the tutorial's, cuts it when the validation loss stops falling;
-    the others are functions of the step."""
+    lr_schedule: ScheduleName | Annotated[tuple[PositiveInt, ...], Field(strict=False)] = "plateau"
+    """Learning rate after the warm-up. plateau, the tutorial's, cuts it after more than 10 epochs without a better
+    validation loss, plateau/N after more than N; the others are functions of the step. A list: cut it after these
+    epochs."""
     lr_warmup_epochs: Annotated[float, Field(ge=0)] = 0
     """Linear warm-up over this many epochs; for onecycle, length of its rise. If the run is shorter, the warm-up
     ends with it, and onecycle rises for half of it."""
@@ -82,11 +86,17 @@ class ScheduleConfig(SharedConfig):
     """Raise the warm-up rate at every step, or at every epoch as the tutorial does. epoch: all of epoch e of N trains
     at e/N of the peak."""
     lr_decay_factor: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """plateau, step: factor on the learning rate at each cut."""
-    lr_plateau_patience: NonNegativeInt = 10
-    """plateau: cut after more than this many epochs without a better validation loss."""
-    lr_milestones: Annotated[tuple[PositiveInt, ...], Field(strict=False)] = ()
-    """step: cut the learning rate after these epochs."""
+    """plateau, list of epochs: factor on the learning rate at each cut."""
+
+    @property
+    def schedule_kind(self) -> str:
+        """`lr_schedule` without its number; step for a list of epochs."""
+        return self.lr_schedule.partition("/")[0] if isinstance(self.lr_schedule, str) else "step"
+
+    @property
+    def plateau_patience(self) -> int:
+        """Epochs without a better validation loss that plateau lets pass."""
+        return int(str(self.lr_schedule).partition("/")[2] or 10)
 
     @model_validator(mode="after")
     def _check_schedule(self) -> "ScheduleConfig":
@@ -98,13 +108,11 @@ class ScheduleConfig(SharedConfig):
             raise ValueError(
                 f"lr_warmup_by epoch needs whole epochs, but lr_warmup_epochs is {self.lr_warmup_epochs:g}; use step"
             )
-        if self.lr_schedule == "plateau" and self.validate_every_epochs > 1:
+        if self.schedule_kind == "plateau" and self.validate_every_epochs > 1:
             raise ValueError(
-                "lr_schedule plateau follows the validation loss of every epoch, but validate_every_epochs is "
-                f"{self.validate_every_epochs}; use 1 or another schedule, such as cosine"
+                f"lr_schedule {self.lr_schedule} follows the validation loss of every epoch, but "
+                f"validate_every_epochs is {self.validate_every_epochs}; use 1 or another schedule, such as cosine"
             )
-        if self.lr_schedule == "step" and not self.lr_milestones:
-            raise ValueError("lr_schedule step cuts at lr_milestones, but that is []; list at least one epoch")
         return self
 
 
@@ -159,15 +167,12 @@ class PrecisionConfig(SharedConfig):
 class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     """speed"""
 
-    enable_extra_opts: bool = False
-    """EXTRA: the tutorial's switch: the value of each of the next three that is null."""
-    fused_optimizer: bool | None = None
-    """EXTRA: one fused kernel for the whole update of sgd or adamw. On a CPU before torch 2.14 the kernel updates
-    half-precision weights (O3) wrongly: null disables it and true is an error."""
-    zero_grad_set_to_none: bool | None = None
-    """EXTRA: drop gradients instead of writing zeros into them."""
-    cudnn_benchmark: bool | None = None
-    """EXTRA: let cuDNN time its convolution algorithms and use the fastest."""
+    enable_extra_opts: bool | Annotated[tuple[ExtraOpt, ...], Field(strict=False)] = False
+    """EXTRA: the tutorial's switch: true, or a list of fused_optimizer, zero_grad_set_to_none, cudnn_benchmark.
+    fused_optimizer: one fused kernel for the whole update of sgd or adamw; on a CPU before torch 2.14 it updates
+    half-precision weights (O3) wrongly, so true leaves it out there, and in a list it is an error.
+    zero_grad_set_to_none: drop gradients instead of writing zeros into them. cudnn_benchmark: let cuDNN time its
+    convolution algorithms and use the fastest."""
     stem_channels: Literal[3, 4, 8] = 3
     """STEM: pad the input of the first convolution with zeros to this many channels; tensor cores take 4 or 8 at once.
     The network's parameters do not change."""
@@ -185,16 +190,15 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     A CPU gains nothing. Validation is compiled too in runs that validate enough images to pay for it."""
     enable_cuda_graphs: Auto = False
     """GRAPHS: capture the training step as a CUDA graph and replay it; auto: on CUDA, except for dataparallel. SGD and
-    AdamW need fused_optimizer, the others a step without loss scale (bf16, float32)."""
+    AdamW need the fused optimizer of enable_extra_opts, the others a step without loss scale (bf16, float32)."""
     enable_prefetch: Auto = False
     """PREFETCH: prepare the next batch on a second CUDA stream during the step; auto: on CUDA."""
 
-    def extra_opt(self, key: Literal["fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark"]) -> bool:
-        """Return the setting's own value, or that of `enable_extra_opts` where it is null."""
-        value = getattr(self, key)
-        if value is not None:
-            return value
-        return self.enable_extra_opts and (key != "fused_optimizer" or self.optimizer in HAVE_FUSED_KERNEL)
+    def extra_opt(self, name: ExtraOpt) -> bool:
+        """Whether `enable_extra_opts` turns an optimisation on; true leaves out what the optimizer does not have."""
+        if isinstance(self.enable_extra_opts, tuple):
+            return name in self.enable_extra_opts
+        return self.enable_extra_opts and (name != "fused_optimizer" or self.optimizer in HAVE_FUSED_KERNEL)
 
     def cpu_kernel(self, name: CpuKernel) -> bool | Literal["auto"]:
         """Whether `cpu_kernels` names a kernel; auto: where it works."""
@@ -202,8 +206,11 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
 
     @model_validator(mode="after")
     def _check_speed(self) -> "SpeedConfig":
-        if self.fused_optimizer and self.optimizer not in HAVE_FUSED_KERNEL:
-            raise ValueError(f"fused_optimizer is true, but optimizer {self.optimizer} has no fused kernel; use null")
+        if self.extra_opt("fused_optimizer") and self.optimizer not in HAVE_FUSED_KERNEL:
+            raise ValueError(
+                f"enable_extra_opts has fused_optimizer, but optimizer {self.optimizer} has no fused kernel; "
+                f"allowed: {', '.join(HAVE_FUSED_KERNEL)}"
+            )
         layers = {name: self.cpu_kernel(name) for name in ("winograd", "weight_products")}
         for name, asked in {"fuse_norm_relu": self.fuse_norm_relu, **layers}.items():
             key = name if name == "fuse_norm_relu" else f"cpu_kernels [{name}]"
@@ -259,7 +266,7 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
             raise ValueError(f"{asked} is for sgd, adamw and muon; optimizer {self.optimizer} needs false")
         if self.optimizer in HAVE_FUSED_KERNEL and not self.extra_opt("fused_optimizer"):
             raise ValueError(
-                f"{asked} needs fused_optimizer true (or enable_extra_opts); without it PyTorch's {self.optimizer} "
+                f"{asked} needs enable_extra_opts true or [fused_optimizer]; without it PyTorch's {self.optimizer} "
                 "reads the learning rate on the host"
             )
         return self

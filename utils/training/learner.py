@@ -47,7 +47,7 @@ class Learner(Classifier):
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.plateau = Plateau(self.config.lr_plateau_patience)
+        self.plateau = Plateau(self.config.plateau_patience)
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
         """Train one optimizer step on this rank's part of a global batch."""
@@ -90,7 +90,7 @@ class Learner(Classifier):
         load_optimizer(self.optimizer, state["optimizer"])
         if state["grad_scaler"]:
             self.loss_scaler.load_state_dict(state["grad_scaler"])
-        self.plateau = Plateau(**state["plateau"] | {"patience": self.config.lr_plateau_patience})
+        self.plateau = Plateau(**state["plateau"] | {"patience": self.config.plateau_patience})
         self.steps = state["step"]
         if self.steps:  # so that the epoch's record has it if only the validation remains
             set_learning_rate(self.optimizer, self.schedule.factor(self.steps - 1, self.plateau.cuts))
@@ -165,18 +165,8 @@ def build_learner(
     profiler = Profiler(world.device)
     with on_capture_stream(world.device, graphed=graphed):
         wrapped = wrap(config, model, world)
-    train_step = TrainStep(
-        config,
-        wrapped,
-        weights,
-        precision,
-        criterion,
-        optimizer,
-        loss_scaler,
-        batch.accumulation,
-        profiler,
-        compile_timer,
-    )
+    update = criterion, optimizer, loss_scaler, batch.accumulation
+    train_step = TrainStep(config, wrapped, weights, precision, *update, profiler, compile_timer)
     step, step_notes = choose_step(config, train_step, world.device)
     notes += step_notes
     if config.extra_opt("fused_optimizer") and not uses_fused_kernel(config, weights.parameters()):
@@ -184,12 +174,6 @@ def build_learner(
             f"fused_optimizer disabled: torch {torch.__version__} updates half-precision weights wrongly on a CPU"
         )
     notes += explain_warmup(config)
-    # the tutorial's own file lacks the key; no GPU had more than 256 images there
-    if "micro_batch_size" not in config.model_fields_set and batch.micro_batch_size > 256:
-        notes.append(
-            f"{batch.micro_batch_size} images in one forward pass: more memory and other BatchNorm statistics than "
-            "with the 128 images of each GPU in the tutorial; to train as it did, use --set micro_batch_size=128"
-        )
     return Learner(
         **vars(classifier),
         batch=batch,

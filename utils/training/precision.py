@@ -110,23 +110,11 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
             f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16 or opt_level O2; amp_dtype "
             f"{config.amp_dtype} is fp16 here, where squares of small gradients, by which it divides, are 0"
         )
-    if level == "O3" and not fp16 and precision.loss_scale is not None and device.type == "cuda":
+    if level == "O3" and precision.loss_scale is not None:
         raise ConfigError(
-            f"loss_scale {precision.loss_scale} with opt_level O3 needs amp_dtype fp16 on a GPU, "
-            "where PyTorch cannot unscale bf16 gradients; use loss_scale null, as bf16 needs no loss scale"
+            f"loss_scale {precision.loss_scale} with opt_level O3: PyTorch does not unscale gradients in half "
+            "precision; use opt_level O2 or loss_scale null"
         )
-    if level == "O3" and fp16 and precision.loss_scale is not None:
-        # only the fused optimizer unscales fp16 gradients, during its update
-        if not config.extra_opt("fused_optimizer"):
-            raise ConfigError(
-                f"loss_scale {precision.loss_scale} with opt_level O3 needs fused_optimizer: true; "
-                "PyTorch cannot unscale fp16 gradients for other optimizers"
-            )
-        if config.clip_grad_norm is not None:
-            raise ConfigError(
-                f"clip_grad_norm {config.clip_grad_norm:g} with opt_level O3 and loss_scale {precision.loss_scale} "
-                "would need unscaled fp16 gradients, which PyTorch does not offer; use opt_level O2 or loss_scale null"
-            )
     return precision
 
 

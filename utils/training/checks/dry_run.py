@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from utils.base_config import as_yaml
 from utils.training.checks.fingerprints import WORKING_BYTES
 from utils.training.config import TrainingConfig
 from utils.training.learner import Learner
@@ -32,13 +33,13 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
         f"memory estimate  {total} per rank, without libraries and workspaces:",
         f"  weights, gradients and optimizer {states / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB",
         *([f"  snapshot for verify_every_steps {snapshot / 1e9:.2f} GB"] if snapshot else []),
-        f"learning rate    schedule {config.lr_schedule}",
+        f"learning rate    schedule {as_yaml(config.lr_schedule)}",
     ]
     turns = (0, schedule.warmup_steps, *schedule.milestone_steps, schedule.total_steps)
     for step in sorted({step for turn in turns for step in (turn - 1, turn) if 0 <= step < schedule.total_steps}):
         lines.append(f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}")
-    if config.lr_schedule == "plateau":
-        patience = config.lr_plateau_patience + 1
+    if config.schedule_kind == "plateau":
+        patience = config.plateau_patience + 1
         lines.append(f"  then x {config.lr_decay_factor:g} after {patience} epochs without a better validation loss")
     return "\n".join(lines)
 

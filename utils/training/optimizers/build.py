@@ -64,17 +64,17 @@ def _build_external(config: SpeedConfig, groups: list[dict[str, Any]]) -> torch.
 
 
 def uses_fused_kernel(config: SpeedConfig, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether to use the fused kernel: False where PyTorch's is wrong; `ConfigError` there if `fused_optimizer` is
-    true."""
+    """Whether to use the fused kernel: False where PyTorch's is wrong; `ConfigError` there if it is asked for by
+    name."""
     if not config.extra_opt("fused_optimizer"):
         return False
     halves = any(parameter.device.type == "cpu" and parameter.element_size() == 2 for parameter in parameters)
     if config.optimizer != "sgd" or not halves or torch.__version__ >= FUSED_HALF_FIXED_IN:
         return True
-    if config.fused_optimizer:
+    if config.enable_extra_opts is not True:
         raise ConfigError(
-            f"fused_optimizer true with half-precision weights on a CPU: torch {torch.__version__} is wrong; "
-            "use fused_optimizer false or opt_level O2, or install torch 2.14 or newer"
+            f"enable_extra_opts [fused_optimizer] with half-precision weights on a CPU: torch {torch.__version__} is "
+            "wrong; leave it out, use opt_level O2, or install torch 2.14 or newer"
         )
     return False
 

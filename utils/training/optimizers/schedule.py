@@ -68,9 +68,9 @@ def explain_warmup(config: ScheduleConfig) -> list[str]:
 
 def build_schedule(config: ScheduleConfig, steps_per_epoch: int) -> Schedule:
     """Build the schedule, with the configured epochs converted to steps."""
-    milestones = config.lr_milestones if config.lr_schedule == "step" else ()
+    milestones = config.lr_schedule if isinstance(config.lr_schedule, tuple) else ()
     return Schedule(
-        kind=config.lr_schedule,
+        kind=config.schedule_kind,
         warmup_steps=round(warmup_epochs(config) * steps_per_epoch),
         total_steps=config.max_epochs * steps_per_epoch,
         decay_factor=config.lr_decay_factor,
