@@ -7,119 +7,93 @@ Takes run folders, folders of runs and published curves. The page lists damaged,
 unfinished runs, and shows the rest. It needs no network; plotly draws the curves.
 """
 
-import argparse
+import html
+import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tools.shared.command_line import new_parser, path_argument
 from tools.shared.output import make_folder, printable, say, write_file
-from tools.shared.read_runs import Found, Run, differences, read
+from tools.shared.pages.png_plots import COLOURS
+from tools.shared.read_runs import Run, differences, read
 from utils.base_config import as_yaml
 from utils.errors import ConfigError, DataError, exit_in_a_line
 
 TUTORIAL_GOAL = 0.75  # the accuracy on CIFAR-100 at which the tutorial compares times
 ROUND_GOALS = [percent / 100 for percent in (*range(5, 90, 5), *range(90, 100))]
-CURVES_NOTE = (
-    "Strong lines: validation; thin, pale lines: training. Point at a line for its values, drag to zoom, double-click "
-    "to reset, click a run in the legend to hide it in all plots. Published curves show a cut of the learning rate one "
-    "epoch before ours, and the last batch of an epoch instead of the mean over its training batches."
-)
 PAGE = Path(__file__).parent / "shared/pages/report.html"  # a Jinja2 template; PyTorch needs Jinja2 too
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading with a table, a figure or both; not shown if both are empty."""
-
-    title: str
-    name: str  # of the table on the page
-    header: Sequence[str] = ()
-    rows: Sequence[Sequence[Any]] = ()
-    note: str = ""
-    figure: str = ""  # HTML
+DASHES = ("solid", "dash", "dot", "dashdot")
+LOSS_OUTLIER = 1.5  # times the 95th percentile: the first view cuts off losses above it
+PANELS = (  # title, key in an epoch's record, alone or with /valid and /train, horizontal axis
+    ("Accuracy, %", "acc1", "epoch"),
+    ("Accuracy, %", "acc1", "seconds"),
+    ("Loss", "loss", "epoch"),
+    ("Loss", "loss", "seconds"),
+    ("Training images/s", "images_per_sec", "epoch"),
+    ("Learning rate", "learning_rate", "epoch"),
+)
+Rows = list[tuple[Any, ...]]  # a table; the first row is its header
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit status."""
-    options = parser().parse_args(argv)
-    found = read(options.runs)
-    if not found.runs:
-        raise DataError(printable("; ".join(found.problems)))
-    title = f"{len(found.runs)} runs"
-    page = printable(render_page(title, found))
+    parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing to show")
+    what = "run folders, folders of runs, files of curves"
+    parser.add_argument("runs", nargs="+", type=path_argument, metavar="RUN", help=what)
+    parser.add_argument("--out", type=path_argument, default=Path("report"), metavar="DIR", help="default: report")
+    options = parser.parse_args(argv)
+    runs, problems = read(options.runs)
+    if not runs:
+        raise DataError(printable("; ".join(problems)))
+    title = f"{len(runs)} runs"
+    page = printable(render_page(title, runs, problems))
     make_folder(options.out)
     write_file(options.out / "report.html", page.encode())
-    for problem in found.problems:
+    for problem in problems:
         print(printable(problem), file=sys.stderr)
     say(f"{options.out / 'report.html'}: {title}, {len(page) / 1e6:.1f} MB")
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing to show")
-    parser.add_argument(
-        "runs", nargs="+", type=path_argument, metavar="RUN", help="run folders, folders of runs, files of curves"
-    )  # fmt: skip
-    parser.add_argument("--out", type=path_argument, default=Path("report"), metavar="DIR", help="default: report")
-    return parser
-
-
-def render_page(title: str, found: Found) -> str:
+def render_page(title: str, runs: Sequence[Run], problems: Sequence[str]) -> str:
     """Return the page, which needs no other file. Raises `ConfigError` if a package for drawing is missing."""
     try:
         from jinja2 import Environment, StrictUndefined
         from plotly.offline import get_plotlyjs
-
-        from tools.shared.pages.plots import draw_curves
     except ImportError as error:
         raise ConfigError(f'{error.name} is missing; install it with: pip install ".[report]"') from None
-    shown = [run for run in found.runs if run.epochs]
-    curves = draw_curves(shown) if shown else ""
-    sections = [
-        _results(found.runs),
-        Section("Curves", "", note=CURVES_NOTE, figure=curves),
-        _time_to_accuracy(shown),
-        _differences(found.runs),
-    ]
-    library = get_plotlyjs() if shown else ""
+    shown = [run for run in runs if run.epochs]
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
-    written = clock_time(time.time())
-    return template.render(title=title, written=written, problems=found.problems, sections=sections, library=library)
+    return template.render(
+        title=title, written=clock_time(time.time()), problems=problems, results=results_table(runs),
+        targets=goals_table(shown), differences=differences_table(runs), library=get_plotlyjs() if shown else "",
+        curves=draw_curves(shown) if shown else "",
+    )  # fmt: skip
 
 
-def _results(runs: Sequence[Run]) -> Section:
-    header = ("run", "state", "epochs", "best acc1", "in epoch", "last acc1", "time", "images/s", "device", "written")
-    rows = []
+def results_table(runs: Sequence[Run]) -> Rows:
+    rows: Rows = [
+        ("run", "state", "epochs", "best acc1", "in epoch", "last acc1", "time", "images/s", "device", "written")
+    ]
     for run in runs:
-        best, last, seconds, rate = run.best(), run.last("acc1/valid"), run.last("seconds"), run.rate()
+        last, seconds = run.last("acc1/valid"), run.last("seconds")
+        rate = run.end.get("images_per_sec") or run.last("images_per_sec")  # of the whole run, or its newest epoch
         rows.append((
-            run.name,
-            run.state,
-            run.epochs_trained(),
-            f"{best[0]:.2%}" if best else "-",
-            best[1] if best else "-",
-            "-" if last is None else f"{last:.2%}",
-            "-" if seconds is None else duration(seconds),
-            f"{rate:,.0f}" if rate else "-",
-            _device(run),
+            run.name, run.state, run.epochs_trained(), *run.best(), "-" if last is None else f"{last:.2%}",
+            "-" if seconds is None else duration(seconds), f"{rate:,.0f}" if rate else "-", device(run),
             clock_time(run.changed) if run.changed else "-",
         ))  # fmt: skip
-    note = (
-        "acc1: fraction of validation images whose most probable class is correct. Times are of training; of published "
-        "curves, since their first record."
-    )
-    return Section("Results", "results", header, rows, note)
+    return rows
 
 
-def _device(run: Run) -> str:
-    device, count = run.environment.get("device", "-"), run.environment.get("world_size", 1)
-    return f"{count} x {device}" if count > 1 else device
+def device(run: Run) -> str:
+    name, count = run.environment.get("device", "-"), run.environment.get("world_size", 1)
+    return f"{count} x {name}" if count > 1 else name
 
 
 def clock_time(seconds: float) -> str:
@@ -135,33 +109,77 @@ def duration(seconds: float) -> str:
 
 
 def goals(runs: Sequence[Run]) -> list[float]:
-    """Return the accuracies whose times the page lists; the note of the table explains the choice."""
+    """Return the accuracies whose times the page lists: the highest round one that each run reached, the tutorial's,
+    and each run's own."""
     wanted = {goal for run in runs if (goal := run.config.get("stop_at_accuracy")) is not None}
     wanted |= {TUTORIAL_GOAL for run in runs if run.config.get("dataset", "cifar100") == "cifar100"}
-    bests = [best[0] for run in runs if (best := run.best())]
-    highest = {max((goal for goal in ROUND_GOALS if goal <= best), default=1.0) for best in bests}
-    return sorted(goal for goal in wanted | highest if any(run.reached(goal) for run in runs))
+    wanted |= {max((goal for goal in ROUND_GOALS if run.reached(goal)), default=1.0) for run in runs}
+    return sorted(goal for goal in wanted if any(run.reached(goal) for run in runs))
 
 
-def _time_to_accuracy(runs: Sequence[Run]) -> Section:
+def goals_table(runs: Sequence[Run]) -> Rows:
     columns = goals(runs)
-    rows = []
-    for run in runs:
+    rows: Rows = [("run", "device", *(f"{100 * goal:.4g} %" for goal in columns))] if columns else []
+    for run in runs if columns else ():
         moments = [run.reached(goal) for goal in columns]
         times = (f"epoch {found[0]}, {duration(found[1])}" if found else "-" for found in moments)
-        rows.append((run.name, _device(run), *times))
-    note = (
-        "The first epoch with at least this validation accuracy. Columns: the highest of 5, 10, ... 90, 91, ... 99 % "
-        "that each run reached; the tutorial's 75 % of CIFAR-100; each run's own stop_at_accuracy."
-    )
-    header = ("run", "device", *(f"{100 * goal:.4g} %" for goal in columns))
-    return Section("Time to accuracy", "targets", header, rows if columns else (), note)
+        rows.append((run.name, device(run), *times))
+    return rows
 
 
-def _differences(runs: Sequence[Run]) -> Section:
-    header = ("setting", *(run.name for run in runs if run.config))
-    rows = [(key, *map(as_yaml, values)) for key, values in differences(runs).items()]
-    return Section("Where the configurations differ", "differences", header, rows)
+def differences_table(runs: Sequence[Run]) -> Rows:
+    rows: Rows = [(key, *map(as_yaml, values)) for key, values in differences(runs).items()]
+    return [("setting", *(run.name for run in runs if run.config)), *rows] if rows else []
+
+
+def draw_curves(runs: Sequence[Run]) -> str:
+    """Plot what the runs recorded for each epoch; return the element `curves`, without the library. A click in the
+    legend hides a run in all panels."""
+    from plotly.subplots import make_subplots
+
+    recorded = {key for run in runs for row in run.epochs for key in row}
+    panels = [panel for panel in PANELS if recorded & {panel[1], f"{panel[1]}/valid", f"{panel[1]}/train"}]
+    longest = max(row["seconds"] for run in runs for row in run.epochs)
+    unit, seconds = ("seconds", 1) if longest < 120 else ("minutes", 60) if longest < 7200 else ("hours", 3600)
+    height, named = math.ceil(len(panels) / 2), set[int]()  # runs that are in the legend
+    figure = make_subplots(height, 2, subplot_titles=[title for title, _, _ in panels], vertical_spacing=0.25 / height)
+    for place, (_, kind, axis) in enumerate(panels):
+        where = {"row": place // 2 + 1, "col": place % 2 + 1}
+        scale, digits = (100, "%{y:.2f} %") if kind == "acc1" else (1, "%{y:.5g}")
+        values = []
+        for number, run in enumerate(runs):
+            colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+            for key, word in ((f"{kind}/valid", "validation "), (f"{kind}/train", "training "), (kind, "")):
+                rows = [row for row in run.epochs if row.get(key) is not None]
+                if not rows:
+                    continue
+                values += [row[key] for row in rows if math.isfinite(row[key])]
+                pale = word == "training "
+                figure.add_scatter(
+                    x=[row[axis] / (1 if axis == "epoch" else seconds) for row in rows],
+                    y=[scale * row[key] for row in rows],
+                    mode="lines" if len(rows) > 1 else "markers",
+                    name=html.escape(run.name),  # plotly interprets <b> and the like as markup
+                    legendgroup=str(number), showlegend=number not in named,
+                    line={"color": colour, "dash": dash, "width": 1.2 if pale else 2}, opacity=0.45 if pale else 1.0,
+                    customdata=[int(row["epoch"]) for row in rows],
+                    hovertemplate=f"%{{fullData.name}}<br>{word}{kind} {digits}, epoch %{{customdata}}<extra></extra>",
+                    **where,
+                )  # fmt: skip
+                named.add(number)
+        figure.update_xaxes(title_text="epoch" if axis == "epoch" else unit, **where)
+        figure.update_yaxes(rangemode="normal" if kind == "acc1" else "tozero", **where)
+        if kind == "loss" and values:  # one spike must not flatten all curves
+            values.sort()
+            highest = min(LOSS_OUTLIER * values[int(0.95 * (len(values) - 1))], 1.05 * values[-1])
+            figure.update_yaxes(range=[0, highest], **where)
+    figure.update_layout(
+        height=330 * height, template="plotly_white", margin={"l": 50, "r": 40, "t": 40, "b": 40},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + 0.1 / height},
+        modebar_orientation="v",  # in the right margin: else the buttons would cover the legend
+    )  # fmt: skip
+    options = {"responsive": True, "displaylogo": False}
+    return str(figure.to_html(full_html=False, include_plotlyjs=False, div_id="curves", config=options))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the last record. The rest is start-up, compilation, checkpoints, steps trained a
 process (stopped), in a queue or not. If a start was killed, the time after its last record counts as stopped.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,54 +68,42 @@ def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the list or the differences; returns the exit status."""
-    options = parser().parse_args(argv)
+    parser = new_parser("runs", __doc__)
+    what, default = "a run, or a folder of runs: default expts", Path("expts")
+    parser.add_argument("folder", nargs="?", type=path_argument, default=default, help=what)
+    parser.add_argument("--diff", nargs=2, type=path_argument, metavar=("A", "B"), help="show how two runs differ")
+    options = parser.parse_args(argv)
     runs, problems = read(options.diff or [options.folder])
     if not runs:
         raise DataError("; ".join(problems))
     if options.diff and len(runs) != 2:
         raise DataError(f"--diff: {', '.join(map(str, options.diff))} hold {len(runs)} runs; name two")
-    if options.diff:
-        show_differences(runs)
-    else:
-        show_runs(runs)
+    show_differences(runs) if options.diff else show_runs(runs)
     for problem in problems:
         say(problem)
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = new_parser("runs", __doc__)
-    parser.add_argument(
-        "folder", nargs="?", type=path_argument, default=Path("expts"), help="a run, or a folder of runs: default expts"
-    )
-    parser.add_argument("--diff", nargs=2, type=path_argument, metavar=("A", "B"), help="show how two runs differ")
-    return parser
-
-
 def show_runs(runs: Sequence[Run]) -> None:
     """Print a line for each run, the newest first; of a single run also its time by activity."""
-    rows = []
+    rows, ledgers = [], {id(run): find_ledger(run.records) for run in runs}
     for run in sorted(runs, key=lambda run: -run.changed):
-        best, ledger = run.best(), find_ledger(run.records)
-        accuracy = (f"{best[0]:.2%}", str(best[1])) if best else ("-", "-")
+        ledger = ledgers[id(run)]
         times = (str(ledger.starts), f"{ledger.useful:.1%}") if ledger else ("-", "-")
         changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
-        rows.append((run.name, run.state, run.epochs_trained(), *accuracy, *times, changed))
+        rows.append((run.name, run.state, run.epochs_trained(), *run.best(), *times, changed))
     print_table("", ("run", "state", "epochs", "best acc1", "in epoch", "starts", "useful", "changed"), rows)
-    if len(runs) == 1 and (ledger := find_ledger(runs[0].records)):
+    if len(runs) == 1 and (ledger := ledgers[id(runs[0])]):
         parts = [*ledger.seconds.items(), ("wall clock", ledger.wall)]
-        print_table("", ("activity", "seconds", "of the wall clock"), [
-            (name, f"{seconds:.1f}", f"{seconds / ledger.wall:.1%}") for name, seconds in parts
-        ])  # fmt: skip
+        shares = [(name, f"{seconds:.1f}", f"{seconds / ledger.wall:.1%}") for name, seconds in parts]
+        print_table("", ("activity", "seconds", "of the wall clock"), shares)
 
 
 def show_differences(runs: Sequence[Run]) -> None:
     """Print the differences of two runs in configuration and environment, and their results."""
-    rows = differences(runs)
     environments = {key: [run.environment.get(key) for run in runs] for key in ENVIRONMENT}
-    rows |= {key: values for key, values in environments.items() if values[0] != values[1]}
-    bests = [run.best() for run in runs]
-    rows["best acc1"] = [f"{best[0]:.2%} in epoch {best[1]}" if best else "none yet" for best in bests]
+    rows = differences(runs) | {key: values for key, values in environments.items() if values[0] != values[1]}
+    rows["best acc1, its epoch"] = [", ".join(run.best()) for run in runs]
     print_table("", ("", *(run.name for run in runs)), [(key, *map(str, values)) for key, values in rows.items()])
 
 

@@ -11,15 +11,13 @@ On a CPU a step is an iteration of the loop. The host runs ahead of a GPU: there
 after the input to the next step's, and the host's lanes show what the host does meanwhile, mostly for later steps.
 """
 
-import argparse
 import re
 import sys
 import zlib
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.shared.command_line import new_parser, path_argument
 from tools.shared.output import check_writable, printable, say
@@ -50,8 +48,7 @@ KINDS: dict[str, str | re.Pattern[str]] = {
 Lanes = dict[str, dict[str, list[tuple[float, float]]]]
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     """The drawn part of a trace; its length is in milliseconds."""
 
     title: str
@@ -62,21 +59,16 @@ class Timeline:
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the picture; returns the exit status."""
-    options = parser().parse_args(argv)
+    parser, what = new_parser("timeline", __doc__), "a profiled run's folder, or its trace"
+    parser.add_argument("traces", nargs="+", type=path_argument, metavar="TRACE", help=what)
+    picture = "the picture: .svg, else PNG"
+    parser.add_argument("--out", type=path_argument, required=True, metavar="FILE", help=picture)
+    options = parser.parse_args(argv)
     check_writable("--out", options.out)
     timelines = [read_timeline(path) for path in options.traces]
     draw(timelines, options.out)
     say("\n".join([*(timeline.title for timeline in timelines), f"picture: {options.out}"]))
     return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = new_parser("timeline", __doc__)
-    parser.add_argument(
-        "traces", nargs="+", type=path_argument, metavar="TRACE", help="a profiled run's folder, or its trace"
-    )
-    parser.add_argument("--out", type=path_argument, required=True, metavar="FILE", help="the picture: .svg, else PNG")
-    return parser
 
 
 def read_timeline(path: Path) -> Timeline:
@@ -102,11 +94,8 @@ def read_timeline(path: Path) -> Timeline:
 def find_bounds(events: Sequence[Event], iterations: Sequence[Event], ranges: dict[str, list[Event]]) -> list[float]:
     """Return the start of each step and the end of the last one, in microseconds; none if a GPU's work is missing."""
     end = iterations[-1].end
-    work = sorted(
-        (event.launched, event.start, event.end)
-        for event in events
-        if event.launched is not None and event.launched < end
-    )
+    launched = [event for event in events if event.launched is not None and event.launched < end]
+    work = sorted((event.launched or 0.0, event.start, event.end) for event in launched)
     if not work:
         return [*(event.start for event in iterations), end]
     places = [bisect_left(work, (data.end,)) for data in ranges.get("data", [])]

@@ -6,11 +6,12 @@ fast.
 
 import fcntl
 import json
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -41,23 +42,18 @@ class Run:
         ends = [record for record in self.records if record["kind"] == "end"]
         return ends[-1] if ends and self.epochs and ends[-1].get("epoch") == self.epochs[-1]["epoch"] else {}
 
-    def best(self) -> tuple[float, int] | None:
-        """Return the best validation accuracy and its epoch, the earliest of equal ones. The epoch may be one of
-        another run, from whose checkpoint this run began."""
+    def best(self) -> tuple[str, str]:
+        """Return the best validation accuracy and its epoch, the earliest of equal ones, as text; "-" without any. The
+        epoch may be one of another run, from whose checkpoint this run began."""
         scored = [(row["acc1/valid"], -int(row["epoch"])) for row in self.epochs if "acc1/valid" in row]
         if "best_acc1" in self.end:
             scored.append((self.end["best_acc1"], -int(self.end["best_epoch"])))
-        accuracy, epoch = max(scored, default=(None, 0))
-        return None if accuracy is None else (accuracy, -epoch)
+        return (f"{max(scored)[0]:.2%}", str(-max(scored)[1])) if scored else ("-", "-")
 
     def reached(self, target: float) -> tuple[int, float] | None:
         """Return (epoch, seconds) of the first validation accuracy of at least `target`."""
         enough = (row for row in self.epochs if row.get("acc1/valid", -1.0) >= target)
         return next(((int(row["epoch"]), row["seconds"]) for row in enough), None)
-
-    def rate(self) -> float | None:
-        """Return images/s: of the whole run, or before its end of its newest epoch."""
-        return self.end.get("images_per_sec") or self.last("images_per_sec")
 
     def epochs_trained(self) -> str:
         """Return "12 of 90". Counts the epochs of another run, from whose checkpoint this run began."""
@@ -69,57 +65,47 @@ class Run:
         return next((row[name] for row in reversed(self.epochs) if name in row), None)
 
 
-class Found(NamedTuple):
-    """The content of some paths."""
-
-    runs: list[Run]
-    problems: list[str]
-
-
-def read(paths: Sequence[Path]) -> Found:
-    """Read files of curves, run folders, and all runs in folders. Runs of the same name get their paths as names."""
-    found = Found([], [])
+def read(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Return the runs in files of curves, run folders, and folders of runs, and problems. Runs of one name get their
+    paths as names."""
+    runs, problems = dict[tuple[Path, str], Run](), list[str]()
     for path in paths:
         inner = sorted(folder for folder in path.glob("*/") if _is_run(folder))
         for part in [path] if _is_run(path) or not inner else inner:
             try:
-                _add(part, found)
+                for run in _read_part(part):
+                    runs.setdefault((part.resolve(), run.name), run)
             except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:  # values of other types
-                found.problems.append(f"{part}: cannot be read: {str(error).partition(chr(10))[0]}")
-    names = [run.name for run in found.runs]
-    for run in found.runs:
-        if names.count(run.name) > 1:
+                problems.append(f"{part}: cannot be read: {str(error).partition(chr(10))[0]}")
+    names = Counter(run.name for run in runs.values())
+    for run in runs.values():
+        if names[run.name] > 1:
             run.name = f"{run.path}: {run.name}" if run.state == "published" else f"{run.path}"
-    found.problems.extend(f"{run.name}: {problem}" for run in found.runs for problem in run.problems)
-    return found
+        problems += [f"{run.name}: {problem}" for problem in run.problems]
+    return list(runs.values()), problems
 
 
 def _is_run(path: Path) -> bool:
     return any((path / mark).exists() for mark in MARKS)
 
 
-def _add(path: Path, found: Found) -> None:
-    """Add the run in the folder `path`, or the content of the file `path`, once."""
+def _read_part(path: Path) -> list[Run]:
+    """Return the run in the folder `path`, or the published curves in the file `path`: lists by tag, some perhaps
+    shorter than the list of epochs."""
     if _is_run(path):
-        if path.resolve() not in [run.path.resolve() for run in found.runs]:
-            found.runs.append(read_run_folder(path))
-        return
+        return [read_run_folder(path)]
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if "runs" in content:
-        found.runs.extend(_published(path, name, curves) for name, curves in content["runs"].items())
-    else:
-        found.problems.append(f"{path}: no run folder, folder of runs or file of curves")
-
-
-def _published(path: Path, name: str, curves: dict[str, list[float]]) -> Run:
-    """Return a run of published curves: lists by tag, some perhaps shorter than the list of epochs."""
-    seconds = next((curves[clock] for clock in CLOCKS if clock in curves), [])
-    columns = {"seconds": seconds, **curves}
-    epochs = [
-        {"seconds": 0.0} | {key: float(values[number]) for key, values in columns.items() if number < len(values)}
-        for number in range(len(curves["epoch"]))
-    ]
-    return Run(f"{name} (published)", path, "published", epochs=epochs)
+    if "runs" not in content:
+        raise ValueError("it is no run folder, folder of runs or file of curves")
+    runs = []
+    for name, curves in content["runs"].items():
+        columns = {"seconds": next((curves[clock] for clock in CLOCKS if clock in curves), []), **curves}
+        epochs = [
+            {"seconds": 0.0} | {key: float(values[number]) for key, values in columns.items() if number < len(values)}
+            for number in range(len(curves["epoch"]))
+        ]
+        runs.append(Run(f"{name} (published)", path, "published", epochs=epochs))
+    return runs
 
 
 def read_run_folder(folder: Path) -> Run:
@@ -135,7 +121,8 @@ def read_run_folder(folder: Path) -> Run:
     if damaged:
         run.problems.append(f"metrics.jsonl: {damaged} line(s) cannot be read; skipped")
     by_epoch = {
-        record["epoch"]: {"seconds": 0.0} | {key: value for key, value in record.items() if not isinstance(value, str)}
+        record["epoch"]: {"seconds": 0.0}
+        | {key: value for key, value in record.items() if isinstance(value, int | float)}
         for record in run.records
         if record["kind"] == "epoch"
     }
@@ -143,12 +130,12 @@ def read_run_folder(folder: Path) -> Run:
     if not run.epochs:
         run.problems.append(f"metrics.jsonl {'has no finished epoch yet' if run.records else 'is missing or empty'}")
     run.changed = max(file.stat().st_mtime for file in [folder, *folder.glob("[!.]*")] if file.exists())
-    run.state, reason = _judge_state(run)
+    run.state, reason = _find_state(run)
     run.problems += [reason] if reason else []
     return run
 
 
-def _judge_state(run: Run) -> tuple[str, str]:
+def _find_state(run: Run) -> tuple[str, str]:
     """Return the state of a run folder and, if the run failed, the reason."""
     with suppress(FileNotFoundError, PermissionError), (run.path / ".lock").open() as lock:
         try:
@@ -168,8 +155,7 @@ def _judge_state(run: Run) -> tuple[str, str]:
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a JSON lines file and its number of damaged lines; a missing file is empty."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    records = []
+    lines, records = path.read_bytes().splitlines() if path.exists() else [], list[dict[str, Any]]()
     for line in lines:
         with suppress(ValueError, RecursionError):
             record = json.loads(line)
@@ -186,6 +172,5 @@ def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return {setting: its value in each run} for the settings that differ, of runs with a configuration."""
     known = [run.config for run in runs if run.config]
-    keys = dict.fromkeys(key for config in known for key in config)
-    table = {key: [config.get(key) for config in known] for key in keys}
+    table = {key: [config.get(key) for config in known] for key in dict.fromkeys(key for one in known for key in one)}
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}

@@ -1,5 +1,4 @@
-"""The plots of tools.bench ladder (--plot) and of tools.timeline, with matplotlib from the extra
-".[plot]"."""
+"""The plots of tools.bench ladder (--plot) and of tools.timeline, with matplotlib from the extra ".[plot]"."""
 
 import io
 from collections.abc import Mapping
@@ -13,8 +12,8 @@ from utils.errors import ConfigError
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
 
 
-def new_figure(columns: int = 1, size: tuple[float, float] = (5.6, 3.8)) -> tuple[Any, Any]:
-    """Return a figure of `columns` axes side by side, each of `size` inches; needs no display."""
+def new_figure(size: tuple[float, float] = (5.6, 3.8)) -> tuple[Any, Any]:
+    """Return a figure of `size` inches and its axes; needs no display."""
     try:
         from cycler import cycler
         from matplotlib import rc_context
@@ -22,17 +21,12 @@ def new_figure(columns: int = 1, size: tuple[float, float] = (5.6, 3.8)) -> tupl
     except ImportError:
         raise ConfigError('matplotlib is missing; install it with: pip install ".[plot]"') from None
     style: Any = {
-        "axes.prop_cycle": cycler(color=COLOURS),
-        "axes.grid": True,
-        "grid.alpha": 0.3,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 11,
-        "font.size": 9,
-    }
+        "axes.prop_cycle": cycler(color=COLOURS), "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
+        "axes.spines.right": False, "axes.titlesize": 11, "font.size": 9,
+    }  # fmt: skip
     with rc_context(style):
-        figure = Figure(figsize=(size[0] * columns, size[1]), layout="constrained")
-        return figure, figure.subplots(1, columns)
+        figure = Figure(figsize=size, layout="constrained")
+        return figure, figure.subplots()
 
 
 def save(figure: Any, path: Path) -> None:
