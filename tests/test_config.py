@@ -34,12 +34,13 @@ def test_default_of_cifar100_equals_the_fields():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_blocks_state_only_differences(path):
-    """From the merged block, or from the defaults if none is merged; only `default` of cifar100 lists every key."""
+    """From the extended or merged block, or from the defaults; only `default` of cifar100 lists every key."""
     blocks = YAML(typ="safe").load(path.read_text(encoding="utf-8").replace("<<:", "merged:"))
     names = {id(block): name for name, block in blocks.items()}
     for name, own in blocks.items():
-        merged = own.pop("merged", None)
+        merged, (file, _, extended) = own.pop("merged", None), own.pop("extends", "").rpartition("#")
         base = Config() if merged is None else load_config(path, names[id(merged)])
+        base = load_config(Path(file), extended) if file else base
         repeated = [key for key, value in own.items() if base.model_dump(mode="json")[key] == value]
         assert not repeated or (path, name) == (CIFAR100, "default"), f"{name} repeats {repeated}"
 

@@ -17,7 +17,7 @@ from utils.config.command_line import parse_arguments
 from utils.errors import ExpectedError
 
 NAMED_PAGES = ("README.md", "CONTRIBUTING.md", "results/README.md", "results/reference/README.md")
-PAGES = sorted([*(ROOT / name for name in NAMED_PAGES), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*(ROOT / name for name in NAMED_PAGES), *(ROOT / "docs").glob("**/*.md")])
 EVIDENCE = sorted({*(ROOT / "results").glob("**/*.md")} - {*PAGES})  # with commands of their time
 SCRIPTS = sorted(ROOT.glob("*.slr"))
 ABBREVIATION = re.compile(r"`([A-Z][A-Z0-9]+)`\s+(?:stands )?for\s+`(--[^`]+)`")  # a page's own abbreviations
@@ -83,7 +83,7 @@ def test_sbatch_commands_can_be_submitted(monkeypatch: pytest.MonkeyPatch):
             if arguments.startswith("--") and "own.yaml" not in arguments:
                 assert parse_arguments(shlex.split(arguments)).config.seed in (0, 3)
             seen.add(page)
-    assert {ROOT / "README.md", ROOT / "docs/tutorial_many_devices.md", ROOT / "docs/slurm.md", *SCRIPTS} <= seen
+    assert {ROOT / "README.md", ROOT / "docs/course/many_devices.md", ROOT / "docs/slurm.md", *SCRIPTS} <= seen
 
 
 def test_nsys_commands_have_the_options_of_the_profiler():
@@ -91,7 +91,7 @@ def test_nsys_commands_have_the_options_of_the_profiler():
     [wanted] = nsys_options(ROOT / "utils/timing/profiler.py")
     assert "--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in wanted
     shown = {page.name: options for page in PAGES for options in nsys_options(page)}
-    assert "tutorial_profile.md" in shown
+    assert "profile.md" in shown
     assert {name: options for name, options in shown.items() if options != wanted} == {}
 
 
@@ -178,7 +178,7 @@ def test_commands_are_found_in_the_pages():
     where = [place for place, _ in commands()]
     assert sum(place.startswith("README.md") for place in where) >= 5
     assert sum(place.startswith(("docs/features.md", "docs/configuration.md")) for place in where) > 10
-    assert sum(place.startswith("docs/tutorial") for place in where) > 30
+    assert sum(place.startswith("docs/course") for place in where) > 30
 
 
 def test_the_tests_that_reliability_names_exist() -> None:

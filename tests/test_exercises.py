@@ -12,8 +12,8 @@ import pytest
 
 from tests.conftest import ROOT
 
-EXERCISES = sorted((ROOT / "exercises").glob("*.py"))
-SOLUTIONS = ROOT / "exercises/solutions"
+EXERCISES = sorted((ROOT / "docs/course/exercises").glob("*.py"))
+SOLUTIONS = ROOT / "docs/course/exercises/solutions"
 BLANK = "raise NotImplementedError"
 # Mistakes that the tests of an exercise must find: a part of its solution, and what replaces it.
 MISTAKES = {
@@ -119,5 +119,5 @@ def test_only_the_solution_passes(path, tmp_path):
 
 def test_every_exercise_is_listed():
     assert len(EXERCISES) >= 8
-    listed = (ROOT / "exercises/README.md").read_text("utf-8")
+    listed = (ROOT / "docs/course/exercises/README.md").read_text("utf-8")
     assert all(f"[{path.name}]({path.name})" in listed for path in EXERCISES)

@@ -7,7 +7,7 @@ epoch.
 
 Write `save` and `load`.
 
-    python -m pytest -n 0 exercises/resuming.py
+    python -m pytest -n 0 docs/course/exercises/resuming.py
 """
 
 from pathlib import Path

@@ -6,7 +6,7 @@ layer. Every other layer of this network computes in the type of its input.
 
 Write `forward` so that it gives the same bits as autocast, in the outputs and in the gradients.
 
-    python -m pytest -n 0 exercises/autocast.py
+    python -m pytest -n 0 docs/course/exercises/autocast.py
 """
 
 import torch

@@ -6,7 +6,7 @@ be the mean of the ranks' accuracies, since their numbers of images differ.
 
 Write `validation_indices` and `accuracy`.
 
-    python -m pytest -n 0 exercises/sampling.py
+    python -m pytest -n 0 docs/course/exercises/sampling.py
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ are of fewer images. So this network has none.)
 
 Write `accumulated_step`.
 
-    python -m pytest -n 0 exercises/accumulation.py
+    python -m pytest -n 0 docs/course/exercises/accumulation.py
 """
 
 import pytest

@@ -16,13 +16,11 @@ from models.config import ModelConfig
 from tests.conftest import ROOT
 from tests.processes import PYTHON, without_launcher
 
-FILES = [
-    ROOT / f"docs/tutorial{end}.md" for end in ("", "_profile", "_fastest", "_many_devices", "_warm_up", "_failures")
-]
+NAMES = ("README", "profile", "fastest", "many_devices", "warm_up", "failures")
+FILES = [ROOT / f"docs/course/{name}.md" for name in NAMES]
 PAGES = "".join(path.read_text(encoding="utf-8") for path in FILES)
 CHAPTER = re.compile(r"^## (\d+)\. (.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 SMALLEST = re.compile(r"<!-- smallest variant -->\n```bash\n(.*?)```", re.DOTALL)
-SETTING = re.compile(r'^[A-Z]+=".*"$', re.MULTILINE)
 USED = ("train.py", "config", "models", "utils", "tools", "tests", "results")  # read-only parts of the project's folder
 
 # Text in the output of each chapter's smallest variant that shows its point
@@ -98,10 +96,9 @@ def test_the_smallest_variant_runs_as_printed(chapter, tmp_path):
         pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
     for name in USED:
         (tmp_path / name).symlink_to(ROOT / name)
-    settings = "\n".join(SETTING.findall(PAGES))
     search = os.pathsep.join([*(str(Path(python).parent) for python in (sys.executable, PYTHON)), os.environ["PATH"]])
     ended = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", f"{settings}\n{block}"],
+        ["bash", "-euo", "pipefail", "-c", block],
         cwd=tmp_path, env=without_launcher(os.environ) | {"PATH": search},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -8,7 +8,7 @@ for the other layout.
 
 Write `prepare`, `train_step` and `validate`.
 
-    python -m pytest -n 0 exercises/channels_last.py
+    python -m pytest -n 0 docs/course/exercises/channels_last.py
 """
 
 from collections.abc import Iterable

@@ -7,7 +7,7 @@ travel in buckets: several tensors flattened into one.
 
 Write `average_gradients`.
 
-    python -m pytest -n 0 exercises/averaging.py
+    python -m pytest -n 0 docs/course/exercises/averaging.py
 """
 
 import copy

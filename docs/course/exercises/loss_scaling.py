@@ -7,7 +7,7 @@ doubles S.
 
 Write `Scaler.step`.
 
-    python -m pytest -n 0 exercises/loss_scaling.py
+    python -m pytest -n 0 docs/course/exercises/loss_scaling.py
 """
 
 import math

@@ -7,7 +7,7 @@ to epoch 11. So the rate grows linearly over the first epochs.
 
 Write `scaled_rate` and `warmed_up_rate`.
 
-    python -m pytest -n 0 exercises/warmup.py
+    python -m pytest -n 0 docs/course/exercises/warmup.py
 """
 
 import itertools
