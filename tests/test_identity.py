@@ -86,9 +86,9 @@ def test_each_job_of_an_array_has_its_own_folder_and_settings(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--run-dir=expts/x-%a"], "--run-dir expts/x-%a: %a is the index in a Slurm job array (sbatch --array"),
-        (["--run-dir=expts/x-%j"], "--run-dir expts/x-%j: %j is the number of a Slurm job, but SLURM_JOB_ID is not"),
-        (["--set=seed=%a"], "--set seed=%a: %a is the index in a Slurm job array"),
+        (["--run-dir=expts/x-%a"], "--run-dir expts/x-%a: %a is SLURM_ARRAY_TASK_ID, which is not set here"),
+        (["--run-dir=expts/x-%j"], "--run-dir expts/x-%j: %j is SLURM_JOB_ID, which is not set here"),
+        (["--set=seed=%a"], "--set seed=%a: %a is SLURM_ARRAY_TASK_ID"),
         (["--run-dir=x-%x"], "--run-dir x-%x: %x is not known; allowed: %a, %A, %j, %% for %"),
     ],
     ids=lambda part: part[0] if isinstance(part, list) else "",

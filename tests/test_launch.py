@@ -1,6 +1,5 @@
 """Ranks find each other under each launcher."""
 
-import json
 import os
 import re
 import shutil
@@ -90,17 +89,14 @@ def test_invalid_variables_are_named(environment, message):
         find_launch(environment)
 
 
-def test_nodes_and_tasks_in_slurms_notation():
-    hosts = {
-        "node1,node2": "node1",
-        "gpu[9,03-05],cpu1": "gpu9",
-        "rack[2-3]n[07-09]": "rack2n07",
-        "gpu[1-2].cluster.local,x": "gpu1.cluster.local",
-    }
+def test_nodes_and_tasks_in_slurms_notation_and_names_of_ranks():
+    hosts = {"node1,node2": "node1", "gpu[9,03-05],cpu1": "gpu9", "rack[2-3]n[07-09]": "rack2n07"}
+    hosts |= {"gpu[1-2].cluster.local,x": "gpu1.cluster.local"}
     assert {nodes: first_host(nodes) for nodes in hosts} == hosts
     for node, tasks in (("0", 4), ("1", 4), ("2", 3)):
         ranks = {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": node}
         assert find_launch(SRUN | ranks).local_world_size == tasks
+    assert [name_ranks(ranks) for ranks in ([3], [7, 1, 2, 3], [0, 1])] == ["rank 3", "ranks 1-3, 7", "ranks 0, 1"]
 
 
 def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypatch):
@@ -115,10 +111,6 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypa
         choose_device("cuda", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert choose_device("cuda", 1) == torch.device("cuda", 0)
-
-
-def test_names_of_ranks():
-    assert [name_ranks(ranks) for ranks in ([3], [7, 1, 2, 3], [0, 1])] == ["rank 3", "ranks 1-3, 7", "ranks 0, 1"]
 
 
 def test_a_job_keeps_its_name_when_it_is_restarted():
@@ -166,14 +158,24 @@ SHORT = (
     "train.py", "--config=quickstart", "--set", "device=cpu", "--set", "max_epochs=3", "--set", "limit_train_batches=4",
     "--set", "limit_valid_batches=1", "--set", "log_to_tensorboard=false",
 )  # fmt: skip
-# Rank 0 prints the local addresses, in hexadecimal, at which torchrun and the ranks listen, each once.
-LISTENERS = """
-import os
+# For torchrun. Trains, and rank 1 is killed in its second epoch. With "listen", rank 0 prints the local addresses, in
+# hexadecimal, at which torchrun and the ranks listen, each once; the first start fails.
+PROGRAM = """
+import os, signal, sys
 from pathlib import Path
+import train
 from utils.distributed.ranks import run_ranks
 
-def action(world):
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+whole = train.Trainer.train_one_epoch
+
+def epoch(self):
+    if (self.progress.epoch, self.world.rank, is_first) == (1, 1, True):
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(self)
+
+def listen(world):
+    if is_first:
         os._exit(1)
     ranks = world.all_gather(os.getpid())
     rows = [row.split() for table in Path("/proc/net").glob("tcp*") for row in table.read_text().splitlines()[1:]]
@@ -184,20 +186,8 @@ def action(world):
         print(*sorted({listening[target] for target in targets & listening.keys()}))
     world.barrier()
 
-raise SystemExit(run_ranks(action, "cpu", 60))
-"""
-# train.py, whose rank 1 is killed in its second epoch.
-KILLED_ONCE = """
-import os, signal, sys
-import train
-from utils.config.command_line import parse_arguments
-whole = train.Trainer.train_one_epoch
-def epoch(self, *arguments):
-    if (self.progress.epoch, self.world.rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (1, 1, "0"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    whole(self, *arguments)
 train.Trainer.train_one_epoch = epoch
-sys.exit(train.main(parse_arguments()))
+sys.exit(run_ranks(listen, "cpu", 60) if sys.argv[1:] == ["listen"] else train.main(train.parse_arguments()))
 """
 
 
@@ -206,18 +196,21 @@ def launch(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.fixture
+def program(tmp_path):
+    """The file with PROGRAM."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return str(tmp_path / "program.py")
+
+
 @pytest.mark.parametrize("store", ["torchrun's", "rank 0's"])
 def test_starting_ranks_end_when_torchrun_is_killed(tmp_path, store):
     command, variables = torchrun_here(2, tmp_path / "rendezvous")
     if store == "torchrun's":
         command, variables = [*command[:3], "--standalone", "--nproc_per_node=2"], {}
-    agent = subprocess.Popen(
-        [PYTHON, *command[1:], *SHORT, "--run-dir", str(tmp_path / "run")],
-        cwd=ROOT,
-        env=without_launcher(os.environ) | variables,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command, quiet = [PYTHON, *command[1:], *SHORT, f"--run-dir={tmp_path}/run"], subprocess.DEVNULL
+    environment = without_launcher(os.environ) | variables
+    agent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet)
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
     try:
         wait_until("two ranks that import torch", 150, lambda: len(have_torch(children.read_text().split())) == 2)
@@ -235,26 +228,16 @@ def have_torch(processes: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_torchrun_can_be_restricted_to_the_loopback(tmp_path):
+@pytest.mark.parametrize("loopback", [False, True])
+def test_torchrun_can_be_restricted_to_the_loopback(tmp_path, program, loopback):
     """Also after a restart of its ranks. GLOO_SOCKET_IFNAME restricts gloo's sockets."""
-    script = tmp_path / "listeners.py"
-    script.write_text(LISTENERS)
-    start, variables = torchrun_here(2, tmp_path / "rendezvous")
-    for command, added in (([word for word in start if not word.startswith("--rdzv")], {}), (start, variables)):
-        finished = launch(*command, "--max-restarts=1", str(script), GLOO_SOCKET_IFNAME="lo", **added)
-        assert finished.returncode == 0, finished.stderr
-        addresses = finished.stdout.split()
-        if added:
-            assert addresses == ["0100007F"]  # 127.0.0.1
-        else:  # a plain torchrun listens on all interfaces
-            assert {"0" * 8, "0" * 32} & set(addresses)
-
-
-def test_torchruns_summary_shows_the_message_of_the_rank(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    utils.distributed.ranks._report_to_torchrun("error: rank 1: no data")
-    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "error: rank 1: no data"
+    command, variables = torchrun_here(2, tmp_path / "rendezvous")
+    if not loopback:  # a plain torchrun listens on all interfaces
+        command, variables = [word for word in command if not word.startswith("--rdzv")], {}
+    finished = launch(*command, "--max-restarts=1", program, "listen", GLOO_SOCKET_IFNAME="lo", **variables)
+    assert finished.returncode == 0, finished.stderr
+    addresses = finished.stdout.split()
+    assert addresses == ["0100007F"] if loopback else {"0" * 8, "0" * 32} & set(addresses)  # 127.0.0.1
 
 
 @pytest.mark.slow
@@ -270,12 +253,11 @@ def test_mpirun_of_open_mpi(tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_resumes_after_a_killed_worker(tmp_path):
+def test_torchrun_resumes_after_a_killed_worker(tmp_path, program):
     """torchrun restarts both ranks, and they resume from the first epoch's end."""
-    run, script = tmp_path / "run", tmp_path / "killed_once.py"
-    script.write_text(KILLED_ONCE)
+    run = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
-    ended = launch(*torchrun, str(script), *SHORT[1:], "--resume", "never", "--run-dir", str(run))
+    ended = launch(*torchrun, program, *SHORT[1:], "--resume", "never", "--run-dir", str(run))
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"error: rank 0: no answer from rank 1 \(process \d+ on ", ended.stderr)
     assert "epoch 2, batch 0, step 4" in ended.stdout and "Finished" in ended.stdout

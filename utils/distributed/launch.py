@@ -10,6 +10,7 @@ import uuid
 import zlib
 from collections import namedtuple
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,11 +20,7 @@ from utils.errors import ConfigError
 SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # Names of the job, the same for all its ranks; the first that is set counts. srun: job and step.
 JOB_VARIABLES = ("PMIX_NAMESPACE", "TORCHELASTIC_RUN_ID", *SCHEDULER_VARIABLES)
-SLURM_FIELDS = {
-    "%a": ("SLURM_ARRAY_TASK_ID", "the index in a Slurm job array (sbatch --array)"),
-    "%A": ("SLURM_ARRAY_JOB_ID", "the number of a Slurm job array (sbatch --array)"),
-    "%j": ("SLURM_JOB_ID", "the number of a Slurm job"),
-}
+SLURM_FIELDS = {"%a": "SLURM_ARRAY_TASK_ID", "%A": "SLURM_ARRAY_JOB_ID", "%j": "SLURM_JOB_ID"}
 # torchrun's rendezvous through a file, for the ranks of one machine (docs/distributed.md). The long interval stops
 # torchrun from appending keep-alives to the file, which a single agent does not need.
 LOOPBACK_OPTIONS = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file,keep_alive_interval=100000")
@@ -34,9 +31,7 @@ FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux's ephemeral por
 # The names of a launcher's variables. srun has a list of tasks per node instead of `local_world_size`.
 Launcher = namedtuple("Launcher", ("rank", "world_size", "local_rank", "local_world_size"))
 TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # also set by hand
-OPEN_MPI = Launcher(
-    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-)
+OPEN_MPI = Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")))
 MPICH = Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 PALS = Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")  # mpiexec of HPE Cray
 # not SLURM_NTASKS, which is also set outside of a step, in a batch script or an interactive shell
@@ -56,16 +51,6 @@ class Launch:
     job: str = ""  # separates jobs that use the same port by mistake
     hosts_store: bool = True  # rank 0 serves the store; False: torchrun does
 
-    @property
-    def serves_store(self) -> bool:
-        """Whether this process serves the store through which the ranks meet."""
-        return self.hosts_store and self.rank == 0
-
-    @property
-    def reports_for_its_node(self) -> bool:
-        """Whether this rank prints errors about rank 0 that all ranks of its node find."""
-        return self.local_rank == 0 or self.rank == 1
-
 
 def find_launch(environment: Mapping[str, str]) -> Launch:
     """Read and check the launcher's variables; without any, there is one process. Raises `ConfigError`."""
@@ -84,23 +69,14 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
     job = next((environment[name] for name in JOB_VARIABLES if environment.get(name)), "")
     if launcher == SRUN:
         job = f"{environment.get('SLURM_JOB_ID')}.{environment.get('SLURM_STEP_ID')}"
-    return Launch(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=_local_world_size(environment, launcher),
-        address=_address(environment, launcher, world_size),
-        port=_port(environment, launcher, job),
-        job=job,
-        hosts_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-    )
+    place = (rank, world_size, local_rank, _local_world_size(environment, launcher))
+    address, port = _address(environment, launcher, world_size), _port(environment, launcher, job)
+    return Launch(*place, address, port, job, environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
 
 
 def torchrun_here(processes: int, rendezvous: Path) -> tuple[list[str], dict[str, str]]:
     """Return (command before the program, environment variables to add) for ranks on this machine only.
-
-    `rendezvous` is the file in which torchrun lists its agents. Each start needs a new one; torchrun leaves it there.
-    """
+    `rendezvous`: a new file, in which torchrun lists its agents and which it leaves there."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", *LOOPBACK_OPTIONS]
     return [*command, f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={uuid.uuid4().hex}"], LOOPBACK_VARIABLES
 
@@ -119,9 +95,8 @@ def fill_in_job(option: str, text: str, environment: Mapping[str, str]) -> str:
             return "%"
         if match[0] not in SLURM_FIELDS:
             raise ConfigError(f"{option} {text}: {match[0]} is not known; allowed: {', '.join(SLURM_FIELDS)}, %% for %")
-        variable, meaning = SLURM_FIELDS[match[0]]
-        if not environment.get(variable):
-            raise ConfigError(f"{option} {text}: {match[0]} is {meaning}, but {variable} is not set here; %% means %")
+        if not environment.get(variable := SLURM_FIELDS[match[0]]):
+            raise ConfigError(f"{option} {text}: {match[0]} is {variable}, which is not set here; %% means %")
         return environment[variable]
 
     return re.sub("%.?", fill_in, text)
@@ -136,16 +111,13 @@ def was_restarted(environment: Mapping[str, str]) -> bool:
 def job_name(environment: Mapping[str, str]) -> str:
     """Return the name of this process's job, which stays the same when it is restarted; empty outside of a job."""
     run = environment.get("TORCHELASTIC_RUN_ID", "")
-    return environment.get("SLURM_JOB_ID") or (_name_torchrun() if run == "none" else run)
-
-
-def _name_torchrun() -> str:
-    """Name an unnamed run after torchrun's process, which stays the same when it restarts its ranks."""
-    process = os.getppid()
-    try:  # field 22, the start time: in containers every torchrun may have the same process number
+    if environment.get("SLURM_JOB_ID") or run != "none":
+        return environment.get("SLURM_JOB_ID") or run
+    # torchrun calls every unnamed run "none"; its process and that one's start time (field 22) stay the same when it
+    # restarts its ranks. In containers every torchrun may have the same process number.
+    process, started = os.getppid(), ""
+    with suppress(OSError):
         started = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-    except OSError:
-        started = ""
     return f"torchrun {process} {started}"
 
 

@@ -4,10 +4,9 @@ Launchers start the processes and torch.distributed connects them. Three questio
 which failure was the first, and who ends a rank that waits in a call that never returns.
 
 Start: every rank opens the store, which rank 0 or torchrun serves, and writes its host, process and device there.
-Run: a thread of every rank calls gloo's monitored_barrier twice a second, in a group of its own. A killed rank breaks
-its connections, a stopped or isolated one lets the barrier time out, and rank 0 learns which one it was, wherever the
-main threads wait: NCCL's watchdog does not see replayed CUDA graphs, nor the read of their results. A rank that is only
-slow (a validation, a checkpoint, a compilation) has no slow thread.
+Run: a thread of every rank calls gloo's monitored_barrier twice a second. A killed rank breaks its connections, a
+stopped or isolated one lets the barrier time out, and rank 0 learns which one it was, wherever the main threads wait:
+NCCL's watchdog does not see replayed CUDA graphs. A rank that is only slow (a validation) has no slow thread.
 End: the first rank that fails, or finds another one lost, writes its status to the store and prints the message. The
 others find the status after their next barrier and leave with it; the process that serves the store leaves last.
 A collective that does not end is reported by gloo's timeout, or by NCCL's watchdog, which ends the process.
@@ -50,6 +49,7 @@ GRACE_SECONDS = 5.0  # for the main thread to leave, perhaps after a checkpoint;
 SHORTEST_SECONDS = 10.0  # shortest timeout of a barrier: on a busy machine a thread may wait for seconds
 LOST, UNREACHABLE = 0.8, 0.9  # of the timeout, for a rank and for rank 0: before collectives time out
 LOOPBACK = "127.0.0.1"
+GONE = "killed or stopped, or its node or the network is gone"
 COLLECTIVES = "collectives_"  # + rank: files of PyTorch's flight recorder in the run's folder
 
 
@@ -65,9 +65,9 @@ class Failure:
 def run_ranks(action: Callable[[World], None], device: str, timeout: float, folder: Path | None = None) -> int:
     """Run `action` as this process's rank and return the exit status, which is the same for all ranks.
 
-    A rank waits `timeout` seconds for the others, at the start and in a collective. An exception is printed by one rank
-    only, an `ExpectedError` without traceback. With several ranks a failure ends the process instead of returning,
-    since other threads may hang in a collective. If the ranks hang, their last collectives are written to `folder`.
+    A rank waits `timeout` seconds for the others, at the start and in a collective. One rank prints an exception, an
+    `ExpectedError` without traceback. With several ranks a failure ends the process, since other threads may hang in a
+    collective. If the ranks hang, their last collectives are written to `folder`.
     """
     launch, peers, outcome = Launch(), None, Failure(0)
     try:
@@ -94,15 +94,11 @@ def run_ranks(action: Callable[[World], None], device: str, timeout: float, fold
 
 
 def _set_threads(local_world_size: int) -> None:
-    """Without OMP_NUM_THREADS, give this process its share of the cores that it may run on.
-
-    torchrun sets OMP_NUM_THREADS, srun and mpirun do not, and more threads than cores are slow.
-    """
-    if "OMP_NUM_THREADS" in os.environ:
-        return
+    """Without OMP_NUM_THREADS, which srun and mpirun do not set, give this process its share of the usable cores."""
     cores = len(os.sched_getaffinity(0))
     bound = cores * local_world_size <= (os.cpu_count() or 1)  # the launcher bound each process to separate cores
-    torch.set_num_threads(max(1, cores if bound else cores // local_world_size))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores if bound else cores // local_world_size))
 
 
 # ---- start
@@ -110,7 +106,7 @@ def _set_threads(local_world_size: int) -> None:
 
 def open_store(launch: Launch, timeout: float) -> dist.Store:
     """Open the store through which the ranks meet: serve it on rank 0, unless torchrun does, and connect to it."""
-    host, port, seconds = socket.gethostname(), launch.port, timedelta(seconds=STORE_SECONDS)
+    host, port = socket.gethostname(), launch.port
     # Kubernetes adds a pod's name only when the pod has an address
     patience = timeout if "KUBERNETES_SERVICE_HOST" in os.environ else 0
     if not wait_for(lambda: socket.getaddrinfo(launch.address, port), patience):
@@ -119,19 +115,18 @@ def open_store(launch: Launch, timeout: float) -> dist.Store:
         )
     # with all ranks on one node, rank 0 serves the store on the loopback only
     one_node = launch.hosts_store and launch.local_world_size == launch.world_size
-    if launch.serves_store:
-        version = socket.AF_INET6 if not one_node and socket.has_dualstack_ipv6() else socket.AF_INET
+    if launch.hosts_store and launch.rank == 0:
+        both = not one_node and socket.has_dualstack_ipv6()
+        family, where = socket.AF_INET6 if both else socket.AF_INET, (LOOPBACK if one_node else "", port)
         try:
-            listener = socket.create_server(
-                (LOOPBACK if one_node else "", port), family=version, dualstack_ipv6=version == socket.AF_INET6
-            )
+            listener = socket.create_server(where, family=family, dualstack_ipv6=both).detach()
         except OSError as error:
             raise ConfigError(
                 f"port {port} on {host} cannot be opened ({os.strerror(error.errno or 0)}), perhaps another job uses "
                 "it; set MASTER_PORT to a free one in every process, or start with torchrun --standalone"
             ) from None
-        descriptor = listener.detach()
-        store = dist.TCPStore("localhost", port, None, True, seconds, False, master_listen_fd=descriptor)
+        seconds = timedelta(seconds=STORE_SECONDS)
+        store = dist.TCPStore("localhost", port, None, True, seconds, False, master_listen_fd=listener)
     else:
         store = _connect(LOOPBACK if one_node else launch.address, launch, timeout)
     # torchrun's store outlives a start, so it still has the keys of the previous one
@@ -148,14 +143,14 @@ def _connect(address: str, launch: Launch, timeout: float) -> dist.TCPStore:
         f"{socket.gethostname()}\ncheck that {owner} has started, and that MASTER_ADDR and MASTER_PORT are right, "
         "pass the firewall, and belong to no other job or program"
     )
-    # PyTorch's own attempts would each print a stack trace
-    if not wait_for(lambda: _is_open(address, launch.port), limit):
-        raise ExpectedError(message)
 
     def give_up() -> NoReturn:
         print_error(f"error: rank {launch.rank}: {message}")
         os._exit(1)
 
+    # PyTorch's own attempts would each print a stack trace
+    if not wait_for(lambda: _is_open(address, launch.port), limit):
+        raise ExpectedError(message)
     # PyTorch waits forever for another program that listens at this port and never answers
     with deadline(STORE_SECONDS, give_up):
         try:
@@ -195,15 +190,14 @@ def deadline(seconds: float, action: Callable[[], object]) -> Iterator[None]:
 
 
 def check_devices(places: Sequence[tuple[str, int, str, str]]) -> None:
-    """Refuse ranks on CPUs among ranks on GPUs, as on a node with a broken driver, and two ranks on one GPU: they would
-    hang, or NCCL would only report a failed system call. `places`: host, process, kind of device and GPU of each."""
-    kinds = [kind for _, _, kind, _ in places]
+    """Refuse ranks on CPUs among ranks on GPUs, and two ranks on one GPU: they would hang, or NCCL would only report a
+    failed system call. `places`: host, process, kind of device and GPU of each."""
+    kinds, gpus = [kind for _, _, kind, _ in places], [(host, gpu) for host, _, _, gpu in places]
     if without := [rank for rank, kind in enumerate(kinds) if kind == "cpu"] if "cuda" in kinds else []:
         raise ConfigError(
             f"{name_ranks(without)} of {len(places)} find no usable GPU, the others do; check driver and "
             f"CUDA_VISIBLE_DEVICES on their nodes with {command('doctor')}, or use device: cpu"
         )
-    gpus = [(host, gpu) for host, _, _, gpu in places]
     if sharing := [rank for rank, gpu in enumerate(gpus) if gpu[1] and gpus.count(gpu) > 1]:
         raise ConfigError(
             f"{name_ranks(sharing)} share a GPU with another rank; start one process per GPU, and let each process of "
@@ -235,11 +229,9 @@ class Peers:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder / COLLECTIVES))
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         store, timeout = dist.PrefixStore("group", self._store), timedelta(seconds=self._timeout)
+        self._store_of_thread = self._store.clone()  # opened now: a rank 0 that is lost later never answers
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
         self._limit = max(self._timeout, SHORTEST_SECONDS)
-        # a connection of the thread; opened before `new_group`, which rank 0 must still reach: a rank 0 that is stopped
-        # later never answers
-        self._store_of_thread = self._store.clone()
         patience = timedelta(seconds=UNREACHABLE * self._limit)
         self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=patience)  # type: ignore[assignment]
         self._thread.start()
@@ -307,22 +299,26 @@ class Peers:
 
     def _find_lost(self, store: dist.Store, error: str) -> Failure:
         """Return the failure after which the barrier or the store has failed."""
-        rank, gone = self.launch.rank, "killed or stopped, or its node or the network is gone"
-        server = f"{self._name([0])}, or " if rank else ""
-        where = f"{server}the store at {self.launch.address}:{self.launch.port}"
-        message = f"error: rank {rank}: lost contact with {where}: {gone}"
-        # all ranks of a node find this, and cannot agree
-        unreachable = Failure(1, message if self.launch.reports_for_its_node else "")
+        rank = self.launch.rank
         # a store whose process is stopped or isolated never answers
-        with suppress(dist.DistError), deadline(2 * ANSWER_SECONDS, lambda: self._end(unreachable)):
+        with suppress(dist.DistError), deadline(2 * ANSWER_SECONDS, lambda: self._end(self._unreachable())):
             # rank 0 knows which rank is lost
             if wait_for(lambda: store.check(["failure"]), ANSWER_SECONDS if rank else 0):
                 return self._read_failure(store)
             named = re.search(r"Ranks ([\d, ]+) failed to pass monitoredBarrier", error)
             lost = [int(number) for number in named[1].split(",")] if named else self._find_closed() or [0]
             self._num_lost = len(lost)
-            return self._claim(store, Failure(1, f"error: rank {rank}: no answer from {self._name(lost)}: {gone}"))
-        return unreachable
+            return self._claim(store, Failure(1, f"error: rank {rank}: no answer from {self._name(lost)}: {GONE}"))
+        return self._unreachable()
+
+    def _unreachable(self) -> Failure:
+        """Return the failure of a rank that has lost the store. All ranks of a node find it, and cannot agree who
+        prints it."""
+        rank, place = self.launch.rank, f"the store at {self.launch.address}:{self.launch.port}"
+        if self.launch.local_rank != 0 and rank != 1:
+            return Failure(1)
+        server = f"{self._name([0])}, or " if rank else ""
+        return Failure(1, f"error: rank {rank}: lost contact with {server}{place}: {GONE}")
 
     def _find_closed(self) -> list[int]:
         """Return the ranks whose connection with rank 0 is broken."""
@@ -344,23 +340,19 @@ class Peers:
         """Return the failure of ranks that wait in a collective until it times out: some rank did not call it."""
         self._store.set(f"waits/{self.launch.rank}", "")
         time.sleep(ANSWER_SECONDS)  # until all ranks that wait have noticed
-        ranks = range(self.launch.world_size)
-        absent = [rank for rank in ranks if not self._store.check([f"waits/{rank}"])]
+        absent = [rank for rank in range(self.launch.world_size) if not self._store.check([f"waits/{rank}"])]
         reason = f"{self._name(absent)} did not call it" if absent else "the ranks called different ones"
-        return Failure(
-            1,
-            f"error: rank {self.launch.rank}: a collective has not ended within {self._timeout:g} s "
-            f"(rank_timeout_seconds): {reason}, or the network is broken"
-            + (f"; each rank's last ones: {self._folder}/{COLLECTIVES}*.json" if _exists(self._folder) else ""),
-            hang=True,
-        )
+        message = f"a collective has not ended within {self._timeout:g} s (rank_timeout_seconds): {reason}"
+        message = f"error: rank {self.launch.rank}: {message}, or the network is broken"
+        if self._folder is not None and self._folder.is_dir():
+            message += f"; each rank's last ones: {self._folder}/{COLLECTIVES}*.json"
+        return Failure(1, message, hang=True)
 
     def _claim(self, store: dist.Store, failure: Failure) -> Failure:
         """Make this the run's failure and print it; if another one was first, return that."""
         mine = json.dumps([failure.status, failure.hang, os.urandom(8).hex()])  # unique, as two ranks may fail alike
         if store.compare_set("failure", "", mine).decode() == mine:
             print_error(failure.message)
-            _report_to_torchrun(failure.message[max(0, failure.message.rfind("error: rank")) :])
         return self._read_failure(store)
 
     def _read_failure(self, store: dist.Store) -> Failure:
@@ -380,16 +372,20 @@ class Peers:
             # PyTorch's handler would raise here when a loader worker dies
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         failure = _describe(error, self.launch)
-        with suppress(dist.DistError), deadline(STORE_SECONDS, lambda: self._end(failure)):
-            text = str(error) if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error) else ""
-            if self._places and re.search("Timed out waiting|wait timeout", text):
-                failure = self._explain_hang()
-            elif self._thread.is_alive() and LOST_RANK.search(text):
-                with suppress(TimeoutError):  # the thread finds out which rank is lost
-                    self._end(self._found.result(BARRIER_SECONDS + 3 * ANSWER_SECONDS))
-            failure = self._claim(self._store, failure)
-            for rank in range(self.launch.world_size if not self._places else 0):
-                self._store.compare_set(f"arrived/{rank}", "", "[]")  # end the wait of the others in `_meet`
+        text = str(error) if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error) else ""
+        lost = self._places and LOST_RANK.search(text)
+        try:
+            with deadline(STORE_SECONDS, lambda: self._end(failure)):
+                if self._places and re.search("Timed out waiting|wait timeout", text):
+                    failure = self._explain_hang()
+                elif lost and self._thread.is_alive():
+                    with suppress(TimeoutError):  # the thread finds out which rank is lost
+                        self._end(self._found.result(BARRIER_SECONDS + 3 * ANSWER_SECONDS))
+                failure = self._claim(self._store, failure)
+                for rank in range(self.launch.world_size if not self._places else 0):
+                    self._store.compare_set(f"arrived/{rank}", "", "[]")  # end the wait of the others in `_meet`
+        except dist.DistError:
+            failure = self._unreachable() if lost else failure
         self._end(failure)
 
     def _end(self, failure: Failure) -> NoReturn:
@@ -411,13 +407,9 @@ class Peers:
         """Note that this rank leaves. If it serves the store, first wait until the others have left or time is up."""
         with suppress(dist.DistError):  # the process that served the store may be gone already
             self._store.add("left", 1)
-            if self.launch.serves_store:
+            if self.launch.hosts_store and self.launch.rank == 0:
                 here = self.launch.world_size - self._num_lost
                 wait_for(lambda: self._store.add("left", 0) >= here, GRACE_SECONDS + ANSWER_SECONDS)
-
-
-def _exists(folder: Path | None) -> bool:
-    return folder is not None and folder.is_dir()
 
 
 def _describe(error: BaseException, launch: Launch) -> Failure:
@@ -440,19 +432,9 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
     return Failure(1, f"{trace}\nerror: {who}{type(error).__name__}: {error}" if who else trace)
 
 
-def _report_to_torchrun(message: str) -> None:
-    """Write the message, in torchrun's format, for the summary that torchrun prints of a failed run."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with suppress(OSError):  # the message has been printed already
-            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
-
-
 def _report_status(launch: Launch, status: int) -> None:
     """Write the exit status to the file TRAIN_EXIT_STATUS_FILE: torchrun exits with 1 for every failure."""
-    path = os.environ.get("TRAIN_EXIT_STATUS_FILE")
-    if path and launch.rank == 0:
+    if (path := os.environ.get("TRAIN_EXIT_STATUS_FILE")) and launch.rank == 0:
         try:
             write_atomically(Path(path), f"{status}\n".encode())
         except ExpectedError as error:
