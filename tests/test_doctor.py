@@ -308,9 +308,12 @@ def test_a_single_process_checks_all_gpus_of_its_node(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6.3e10 if device.index == 1 else 6.5e10, 8e10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     rates = {0: 600.0, 1: 600.0, 2: 100.0}
-    monkeypatch.setattr(measured, "product", lambda device, *_: SimpleNamespace(values=[rates[device.index], 50.0]))
-    for name in ("memory", "host_to_device"):
-        monkeypatch.setattr(measured, name, lambda device, trials: SimpleNamespace(median=1.0))
+
+    def measure(world, *_):
+        other = dict.fromkeys(["memory, GB/s", "host to device, GB/s"], SimpleNamespace(median=1.0))
+        return other | {"product bf16, TFLOP/s": SimpleNamespace(values=[rates[world.device.index], 50.0])}
+
+    monkeypatch.setattr(measured, "measure_limits", measure)
     monkeypatch.setattr(fingerprints, "check_device", lambda device: Finding("fingerprint", "ok", "GPU: a"))
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     options, world = doctor.parser().parse_args([]), World(0, 0, 1, torch.device("cuda", 0))
@@ -328,7 +331,8 @@ def test_a_single_process_checks_all_gpus_of_its_node(tiny, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "rate", "level"), [("cuda", 1.8, "ok"), ("cuda", 1.6, "warn"), ("cpu", 1.6, "ok")])
 def test_a_slow_all_reduce_warns(kind, rate, level, monkeypatch):
-    monkeypatch.setattr(measured, "all_reduce", lambda *_: SimpleNamespace(median=rate))  # bus: 1.75 times
+    found = {measured.ALL_REDUCE: SimpleNamespace(median=rate)}
+    monkeypatch.setattr(measured, "measure_limits", lambda *_: found)  # bus: 1.75 times the rate
     finding = measured.check_all_reduce(World(0, 0, 8, torch.device(kind)))
     assert (finding.level, finding.figures) == (level, {"GB/s": rate})
 
@@ -495,7 +499,8 @@ import os, sys
 from types import SimpleNamespace
 from tools.doctor import __main__ as doctor, measured
 
-measured.product = lambda *_: SimpleNamespace(values=[0.4 if os.environ["RANK"] == "1" else 1.0])
+measure, rate = measured.measure_limits, 0.4 if os.environ["RANK"] == "1" else 1.0
+measured.measure_limits = lambda *a: measure(*a) | {"product float32, TFLOP/s": SimpleNamespace(values=[rate])}
 sys.exit(doctor.main(["--config", "quickstart", "--set", "device=cpu", "--run-dir", sys.argv[1]]))
 """
 

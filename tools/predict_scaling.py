@@ -148,7 +148,7 @@ def read_step(path: Path) -> tuple[Step, str]:
     rate, settings = rates[name]
     needed = {*ModelConfig.model_fields, "dataset", "data_path", "image_size", "batch_size"}
     config = Config(**{key: value for key, value in settings.items() if key in needed})
-    batch, device = config.batch_size, report.environment.get("device", "one device")
+    batch, device = config.batch_size, report["environment"].get("device", "one device")
     described = f"measured: {name}, {rate:,.0f} images/s with batch {batch} on {device} ({path})"
     return Step(batch / rate, batch, make_buckets(layer_costs(config))), described
 

@@ -9,7 +9,6 @@ checkpoint must have resumed from it. SIGKILL hits all processes of a run, at an
 checkpoint's temporary file appears.
 """
 
-import argparse
 import random
 import shlex
 import shutil
@@ -34,9 +33,7 @@ KILLS_PER_RUN = 8  # more kills need more runs
 def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) -> list[str]:
     """Return the differences between the uninterrupted run and the killed ones: none if resume is exact."""
     began, uninterrupted = time.monotonic(), work / "uninterrupted"
-    with Attempt(job, uninterrupted) as attempt:
-        if (status := attempt.wait()) != 0:
-            raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.end_of_output()}")
+    train_and_kill(job, uninterrupted, None, generator)
     training = read_records(uninterrupted / METRICS, *KINDS)[-1]["seconds"]
     starting = time.monotonic() - began - training
     print(f"uninterrupted: {training:.1f} s of training after {starting:.1f} s of start-up", flush=True)
@@ -71,9 +68,7 @@ def train_and_kill(job: RunCommand, folder: Path, delay: float | None, generator
     # such a run would still be equal, as every start is deterministic
     if has_checkpoint and begun and read_records(folder / METRICS, "start", "resume")[-1]["kind"] == "start":
         raise ExpectedError(f"a start did not resume from its good checkpoint:\n{output}")
-    if status == 0:
-        return ""
-    return "in training" if begun else "while starting"
+    return "" if status == 0 else "in training" if begun else "while starting"
 
 
 def strike(attempt: Attempt, delay: float, generator: random.Random) -> bool:
@@ -92,7 +87,12 @@ def strike(attempt: Attempt, delay: float, generator: random.Random) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the verdict; return the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
-    options = parser().parse_args(arguments)
+    parser = new_parser("verify_resume", __doc__, "0 equal; 1 different, hanging or failing; 2 usage. Needs Linux.")
+    add_config_arguments(parser, config="quickstart")
+    add_count(parser, "--kills", 5, "number of interruptions")
+    add_count(parser, "--nproc", 1, "processes, started by torchrun")
+    add_limits(parser, 1800.0)
+    options = parser.parse_args(arguments)
     settings = ["log_to_screen=true", "log_to_tensorboard=false", "save_checkpoint=true", "deterministic=true"]
     settings += options.set  # the last one wins
     load_config(options.yaml_config, options.config, settings)
@@ -111,15 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("verdict: EQUAL: weights, optimizer, random states, metrics.jsonl and learning rates, bit by bit")
     print(f"repeat with: {command('verify_resume')} {shlex.join(arguments)} --seed {options.seed}")
     return int(bool(differences))
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = new_parser("verify_resume", __doc__, "0 equal; 1 different, hanging or failing; 2 usage. Needs Linux.")
-    add_config_arguments(parser, config="quickstart")
-    add_count(parser, "--kills", 5, "number of interruptions")
-    add_count(parser, "--nproc", 1, "processes, started by torchrun")
-    add_limits(parser, 1800.0)
-    return parser
 
 
 if __name__ == "__main__":

@@ -101,8 +101,7 @@ def measure(
     alike. `skip`: name and skip a case whose first trial raises `ConfigError`, unless no other is left. `after_trial`
     gets all results after each trial of every case.
     """
-    seen: dict[str, list[Mapping[str, float]]] = {name: [] for name in cases}
-    results: Results = {}
+    seen, results = {name: list[Mapping[str, float]]() for name in cases}, Results()
     for trial in range(warm_up + trials):
         started = time.monotonic()
         for name in list(seen):
@@ -130,17 +129,17 @@ def measure(
 def in_processes(builds: Mapping[str, Callable[[], Case]]) -> Iterator[dict[str, Case]]:
     """Yield for each case a function that runs its trials in a process of its own, so that its switches, caches and
     memory cannot affect another. The first trial starts the process and calls `build` there."""
+
+    def trial(pool: ProcessPoolExecutor, build: Callable[[], Case]) -> Mapping[str, float]:
+        try:
+            return pool.submit(_run, build).result()
+        except BrokenProcessPool:
+            advice = "its output above says why, or it was killed, as if out of memory; lower batch_size"
+            raise ExpectedError(f"a measuring process ended: {advice}") from None
+
     with ExitStack() as stack:
         start = partial(ProcessPoolExecutor, 1, get_context("spawn"), _begin)
-        yield {name: partial(_call, stack.enter_context(start()), build) for name, build in builds.items()}
-
-
-def _call(pool: ProcessPoolExecutor, build: Callable[[], Case]) -> Mapping[str, float]:
-    try:
-        return pool.submit(_run, build).result()
-    except BrokenProcessPool:
-        advice = "its output above says why, or it was killed, as if out of memory; lower batch_size"
-        raise ExpectedError(f"a measuring process ended: {advice}") from None
+        yield {name: partial(trial, stack.enter_context(start()), build) for name, build in builds.items()}
 
 
 def _begin() -> None:

@@ -83,8 +83,7 @@ def run(options: argparse.Namespace) -> int:
     environment = describe_environment(world.device, 1)
     baseline = read_baseline(options.baseline, environment, configs) if options.baseline else {}
     limits = measure_limits(world, trials=3)
-    images: dict[str, dict[str, float]] = {}
-    results: dict[str, dict[str, Any]] = {}
+    images, results = dict[str, dict[str, float]](), dict[str, dict[str, Any]]()
 
     def evaluate_trials(samples: common.Results) -> None:
         """Evaluate the trials so far and write the report."""
@@ -93,9 +92,8 @@ def run(options: argparse.Namespace) -> int:
                 images[name] = per_image(configs[name], world, limits)
             results[name] = evaluate(rows, images[name], limits)
         saved = {name: configs[name].model_dump(mode="json") for name in results}
-        common.write_report(
-            options.json, "ladder", first, world, {"limits": limits, "rungs": results, "configs": saved}
-        )
+        report = {"limits": limits, "rungs": results, "configs": saved}
+        common.write_report(options.json, "ladder", first, world, report)
 
     builds = {name: partial(Rung, config, options.warmup, options.iters) for name, config in configs.items()}
     with common.in_processes(builds) as cases:
@@ -104,11 +102,10 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         figure, axes = new_figure(size=(8.5, 1.4 + 0.42 * len(results)))
         samples = {name: values["full"] for name, values in results.items()}
-        spread = [
-            (sample.median - min(sample.values), max(sample.values) - sample.median) for sample in samples.values()
-        ]
         rates = {name: sample.median for name, sample in samples.items()}
-        draw_bars(axes, rates, environment["device"], list(zip(*spread, strict=True)))
+        below = [sample.median - min(sample.values) for sample in samples.values()]
+        above = [max(sample.values) - sample.median for sample in samples.values()]
+        draw_bars(axes, rates, environment["device"], [below, above])
         save(figure, options.plot)
     for line in (lines := compare_with_baseline(results, baseline)):
         print(line)
@@ -154,18 +151,14 @@ def show(results: Mapping[str, Mapping[str, Any]], device: str) -> None:
     first = next(iter(results.values()))["full"].median
     rows = [
         {
-            "rung": name,
-            "full, images/s": f"{values['full']:,.1f}",
-            "speed-up": f"{values['full'].median / first:.2f}",
-            "step only": f"{values['compute'].median:,.1f}",
-            "loader only": f"{values['io'].median:,.0f}",
-            "TFLOP/s": f"{values['tflops']:.2f}",
-            "arithmetic": f"{values['arithmetic_share']:.0%}",
-            "memory": f"{values['memory_share']:.0%}",
+            "rung": name, "full, images/s": f"{values['full']:,.1f}",
+            "speed-up": f"{values['full'].median / first:.2f}", "step only": f"{values['compute'].median:,.1f}",
+            "loader only": f"{values['io'].median:,.0f}", "TFLOP/s": f"{values['tflops']:.2f}",
+            "arithmetic": f"{values['arithmetic_share']:.0%}", "memory": f"{values['memory_share']:.0%}",
             "GB": f"{values['memory'].median / 1e9:.1f}",
         }
         for name, values in results.items()
-    ]
+    ]  # fmt: skip
     common.print_rows(f"{device}: median (min-max); arithmetic, memory: fractions of the measured limits", rows)
 
 
@@ -174,21 +167,22 @@ def read_baseline(
 ) -> dict[str, dict[str, float]]:
     """Return {rung of `configs`: {"median", "min", "max"}} of an earlier report. Raises `ConfigError` if it is not
     comparable."""
-    report = read_report(path)
-    if report.bench != "ladder":
-        raise ConfigError(f"--baseline {path}: a report of `bench {report.bench}`; expected one of `bench ladder`")
-    for key in COMPARABLE:
-        if (before := report.environment.get(key)) != environment.get(key):
-            change = f"{key} {before} -> {environment.get(key)}"
-            raise ConfigError(f"--baseline {path}: was measured elsewhere: {change}; measure it again here")
-    rungs, saved = report.results["rungs"], report.results["configs"]
+    report, problem = read_report(path), ""
+    before, (rungs, saved) = report["environment"], (report["results"].get(key, {}) for key in ("rungs", "configs"))
     found = {name: rungs[name]["full"] for name in configs if name in rungs}
     if not found:
-        raise ConfigError(f"--baseline {path}: has none of these rungs, only {', '.join(rungs)}; choose with --configs")
+        problem = f"has none of these rungs, only {', '.join(rungs) or 'other results'}; choose with --configs"
+    for key in COMPARABLE:
+        if before.get(key) != environment.get(key):
+            problem = (
+                f"was measured elsewhere: {key} {before.get(key)} -> {environment.get(key)}; measure it again here"
+            )
     for name in found:
-        changed = [key for key, value in configs[name].model_dump(mode="json").items() if saved[name].get(key) != value]
-        if changed:
-            raise ConfigError(f"--baseline {path}: {name} differs in {', '.join(changed)}; measure it again")
+        now = configs[name].model_dump(mode="json")
+        if changed := [key for key, value in now.items() if saved[name].get(key) != value]:
+            problem = f"{name} differs in {', '.join(changed)}; measure it again"
+    if problem:
+        raise ConfigError(f"--baseline {path}: {problem}")
     return found
 
 

@@ -68,27 +68,26 @@ class LoaderTrial:
         return built.train
 
     def __call__(self) -> Mapping[str, float]:
+        """Return images per second of the loader and of training, and the fraction of time that the host waited."""
         # the first batches do not count: they start workers, or were prepared ahead
-        dropped, counted, batches = max(1, self.options.batches // 4), self.options.batches, endless(self.loader)
-        rate = images_per_sec(self.config, self.world.device, batches, dropped, counted, lambda *_: None)
-        return {"images_per_sec": rate} | (self._time_training(self.step) if self.step else {})
-
-    def _time_training(self, step: Step) -> dict[str, float]:
-        """Return images per second of training, and the fraction of time that the host waited for a batch."""
-        batches = prefetch(self.config, endless(self.loader), self.world.device)
-        for images, labels in itertools.islice(batches, max(1, capture_steps(self.config, self.world.device))):
+        config, device, counted = self.config, self.world.device, self.options.batches
+        rate = images_per_sec(config, device, endless(self.loader), max(1, counted // 4), counted, lambda *_: None)
+        if self.step is None:
+            return {"images_per_sec": rate}
+        batches, step, steps = prefetch(config, endless(self.loader), device), self.step, self.options.steps
+        for images, labels in itertools.islice(batches, max(1, capture_steps(config, device))):
             step(images, labels)
-        common.synchronize(self.world.device)
+        common.synchronize(device)
         waiting, started = 0.0, time.perf_counter()
-        for _ in range(self.options.steps):
+        for _ in range(steps):
             before = time.perf_counter()
             images, labels = next(batches)
             waiting += time.perf_counter() - before
             step(images, labels)
-        common.synchronize(self.world.device)
-        seconds = time.perf_counter() - started
-        trained = self.options.steps * self.config.batch_size
-        return {"training_images_per_sec": trained / seconds, "waiting": waiting / seconds}
+        common.synchronize(device)
+        seconds, images_trained = time.perf_counter() - started, steps * config.batch_size
+        rates = {"images_per_sec": rate, "training_images_per_sec": images_trained / seconds}
+        return rates | {"waiting": waiting / seconds}
 
 
 def show(config: Config, world: World, results: Mapping[str, Mapping[str, Any]]) -> None:

@@ -48,13 +48,11 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"opt_level {config.opt_level}: the other trainers have no such level; use O0 or O1")
     for key, expected in EXPECTED.items():
         if (value := getattr(config, key)) != expected:
-            message = f"{key} {as_yaml(value)}: the other trainers' steps here lack it"
-            raise ConfigError(f"{message}; use {as_yaml(expected)}")
+            lacking = "the other trainers' steps here lack it"
+            raise ConfigError(f"{key} {as_yaml(value)}: {lacking}; use {as_yaml(expected)}")
     world = alone(config)
-    builds = {
-        name: partial(build, its_config, options.warmup, options.iters)
-        for name, (build, its_config) in rows_of(config, world.device).items()
-    }
+    steps = options.warmup, options.iters
+    builds = {name: partial(build, own, *steps) for name, (build, own) in rows_of(config, world.device).items()}
     with common.in_processes(builds) as cases:
         results = common.measure(cases, options.trials)
     ours = results[OURS]["full"].median

@@ -81,15 +81,8 @@ def run(options: argparse.Namespace) -> int:
             gain, ratio = (show_mean(against[key], 1.0, ".2f") for key in ("gain", "time_ratio"))
             print(f"{name}: {gain} points over {options.config}, by seed {gains}; {ratio} x its time")
         write_json(folders[name] / "summary.json", summary)
-    columns = [
-        "configuration",
-        "target",
-        "seeds",
-        "reached",
-        "epochs",
-        "best acc1, %",
-        *(f"{time}, s" for time in TIMES),
-    ]
+    times = [f"{time}, s" for time in TIMES]
+    columns = ["configuration", "target", "seeds", "reached", "epochs", "best acc1, %", *times]
     print_table(f"{out}", columns, [row_of(summary) for summary in summaries.values()])
     return 0
 
@@ -119,15 +112,12 @@ def measure(epochs: Sequence[Mapping[str, Any]], rate: float, config: Config, co
     last, best = epochs[-1], max(epochs, key=lambda record: record.get("acc1/valid", -1.0))
     target = config.stop_at_accuracy
     return {
-        "seed": config.seed,
-        "epochs": last["epoch"],
+        "seed": config.seed, "epochs": last["epoch"],
         "reached": None if target is None else last["acc1/valid"] >= target,
-        "last_acc1": last["acc1/valid"],
-        "best_acc1": best["acc1/valid"],
-        "best_epoch": best["epoch"],
+        "last_acc1": last["acc1/valid"], "best_acc1": best["acc1/valid"], "best_epoch": best["epoch"],
         "seconds": {"command": command, "run": last["seconds"], "training": last["step"] * config.batch_size / rate},
         "images_per_sec": rate,
-    }
+    }  # fmt: skip
 
 
 def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
@@ -184,15 +174,12 @@ def check_same(out: Path, name: str, config: Config, environment: Mapping[str, A
 def row_of(summary: Mapping[str, Any]) -> list[str]:
     """Return the table's row of a configuration."""
     target, reached, seeds = summary["target"], summary["reached"], len(summary["seeds"])
+    times = (show_mean(summary["seconds"][time], 1.0, ".1f") for time in TIMES)
     return [
-        summary["config_name"],
-        "-" if target is None else f"{target:.0%}",
-        str(seeds),
-        "-" if reached is None else f"{reached} of {seeds}",
-        show_mean(summary["epochs"], 1.0, ".1f"),
-        show_mean(summary["best_acc1"], 100.0, ".2f"),
-        *(show_mean(summary["seconds"][time], 1.0, ".1f") for time in TIMES),
-    ]
+        summary["config_name"], "-" if target is None else f"{target:.0%}", str(seeds),
+        "-" if reached is None else f"{reached} of {seeds}", show_mean(summary["epochs"], 1.0, ".1f"),
+        show_mean(summary["best_acc1"], 100.0, ".2f"), *times,
+    ]  # fmt: skip
 
 
 def show_mean(values: Mapping[str, Any] | None, factor: float, form: str) -> str:

@@ -18,8 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torch import Tensor
-
 from tools.bench import common
 from tools.bench.training import alone, build_measured, capture_steps
 from tools.shared.command_line import read_counts
@@ -55,14 +53,12 @@ def run(options: argparse.Namespace) -> int:
     results = summarise(common.measure(cases, options.trials, warm_up=0, skip=False))
     rows = [
         {
-            "processes": name,
-            "images/s": f"{values['train_images_per_sec']:.0f}",
-            "speed-up": f"{values['train_speed_up']:.2f}",
-            "efficiency": f"{values['train_efficiency']:.0%}",
+            "processes": name, "images/s": f"{values['train_images_per_sec']:.0f}",
+            "speed-up": f"{values['train_speed_up']:.2f}", "efficiency": f"{values['train_efficiency']:.0%}",
             "communication": f"{share.median:.1%}" if (share := values.get("communication_share")) else "-",
         }
         for name, values in results.items()
-    ]
+    ]  # fmt: skip
     common.print_rows(f"{config.model}, batch {config.batch_size} (weak: of each process), training steps only", rows)
     common.write_report(options.json, "scaling", config, alone(config), results, threads=threads)
     return 0
@@ -110,42 +106,36 @@ def summarise(results: common.Results) -> dict[str, dict[str, Any]]:
     return summary
 
 
-# ---- one rank of a trial, under torchrun
-
-
 def measure_rank(config: Config, world: World, warmup: int, iters: int) -> dict[str, float]:
     """Collective: measure a training step with and without communication."""
     images, labels = next(iter(build_loaders(config, open_dataset(config, world), world).train))
-    cases = {"ddp": build_measured(config, world, image_side=images.shape[-1])}
-    if world.world_size > 1:
-        silent = Config(**config.model_dump() | {"parallel": "no_communication"})
-        cases["no_communication"] = build_measured(silent, world, image_side=images.shape[-1])
-    for learner in cases.values():
-        _time_steps(learner, images, labels, world, max(warmup, capture_steps(config, world.device)))
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(ROUNDS):
-        for name, learner in cases.items():
-            seconds[name].append(_time_steps(learner, images, labels, world, -(-iters // ROUNDS)))
-    medians = {name: median(values) for name, values in seconds.items()}
+    silent = Config(**config.model_dump() | {"parallel": "no_communication"})
+    cases = {"ddp": config} | ({"no_communication": silent} if world.world_size > 1 else {})
+    learners = {name: build_measured(case, world, image_side=images.shape[-1]) for name, case in cases.items()}
+
+    def time_steps(learner: Learner, steps: int) -> float:
+        """Return the seconds per step of the slowest rank."""
+        world.barrier()
+        started = time.perf_counter()
+        for _ in range(steps):
+            learner.train_step(images, labels)
+        common.synchronize(world.device)
+        world.barrier()
+        return max(world.all_gather((time.perf_counter() - started) / max(1, steps)))
+
+    for learner in learners.values():
+        time_steps(learner, max(warmup, capture_steps(config, world.device)))
+    steps = -(-iters // ROUNDS)
+    rounds = [{name: time_steps(learner, steps) for name, learner in learners.items()} for _ in range(ROUNDS)]
+    medians = {name: median(seconds[name] for seconds in rounds) for name in cases}
     record = {"step_seconds": medians["ddp"], "train_images_per_sec": config.batch_size / medians["ddp"]}
     if world.world_size > 1:
         record["communication_share"] = 1 - medians["no_communication"] / medians["ddp"]
     return record
 
 
-def _time_steps(learner: Learner, images: Tensor, labels: Tensor, world: World, steps: int) -> float:
-    """Return the seconds per step of the slowest rank."""
-    world.barrier()
-    started = time.perf_counter()
-    for _ in range(steps):
-        learner.train_step(images, labels)
-    common.synchronize(world.device)
-    world.barrier()
-    return max(world.all_gather((time.perf_counter() - started) / max(1, steps)))
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Measure as one of the ranks that `run_once` started, with its arguments; returns the exit status."""
+    """Measure as a rank that `run_once` started, with its arguments; returns the exit status."""
     config, (warmup, iters) = Config(**json.loads(arguments[0])), map(int, arguments[1:3])
 
     def action(world: World) -> None:

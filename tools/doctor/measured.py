@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tools.bench.limits import DTYPES, all_reduce, host_to_device, memory, product
+from tools.bench.limits import ALL_REDUCE, measure_limits
 from tools.doctor.findings import Finding, compare_values, judge, read_figures
 from utils.distributed.world import World
 
@@ -19,11 +19,11 @@ def check_limits(device: torch.device) -> Finding:
     gpu = device.type == "cuda"
     free, total = torch.cuda.mem_get_info(device) if gpu else (1, 1)
     kind = "bf16" if gpu else "float32"
-    # the best trial of the products, since other processes disturb some
-    figures = {f"{kind} TFLOP/s": max(product(device, DTYPES[kind], TRIALS).values)}
-    figures["memory GB/s"] = memory(device, TRIALS).median
+    found = measure_limits(World(0, 0, 1, device), TRIALS, (f"product {kind}", "memory", "host"))
+    product = max(found[f"product {kind}, TFLOP/s"].values)  # the best trial, since other processes disturb some
+    figures = {f"{kind} TFLOP/s": product, "memory GB/s": found["memory, GB/s"].median}
     if gpu:
-        figures["from the host GB/s"] = host_to_device(device, TRIALS).median
+        figures["from the host GB/s"] = found["host to device, GB/s"].median
     name = f"{torch.cuda.get_device_name(device)}, {free / total:.0%} of its memory free" if gpu else "CPU"
     message = ", ".join([name, *(f"{what} {value:,.3g}" for what, value in figures.items())])
     remedy = "another process uses its memory: nvidia-smi shows which"
@@ -54,7 +54,7 @@ def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> list[Fi
 
 def check_all_reduce(world: World) -> Finding:
     """Collective: measure an all-reduce of 100 MB, and check its bus bandwidth on GPUs."""
-    rate = all_reduce(world.device, TRIALS).median
+    rate = measure_limits(world, TRIALS, (ALL_REDUCE,))[ALL_REDUCE].median
     bus = 2 * (world.world_size - 1) / world.world_size * rate
     message = f"100 MB over {world.world_size} ranks: {rate:.2f} GB/s, bus bandwidth {bus:.2f} GB/s"
     remedy = "NCCL_DEBUG=INFO prints the network in use; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose another"

@@ -4,6 +4,7 @@ For tools.verify_resume and tests.faults. Needs Linux's /proc.
 """
 
 import argparse
+import hashlib
 import os
 import random
 import signal
@@ -105,36 +106,40 @@ class Attempt:
 
 
 def compare(uninterrupted: Path, killed: Path) -> list[str]:
-    """Return the differences between two finished runs, at most 20."""
+    """Return the differences between two finished runs, at most 20: in records without measurements, in the newest
+    checkpoint, and in the best weights."""
     from utils.run.checkpoint.io import newest_good, read_checkpoint
 
-    def read(folder: Path) -> dict[str, Any]:
+    sides = []
+    for folder in (uninterrupted, killed):
         state, best = newest_good(folder / "checkpoints")[1] or {}, read_checkpoint(folder / "checkpoints/best.pt")
         records = read_records(folder / METRICS, *KINDS)
-        return {
-            METRICS: [{key: value for key, value in row.items() if key not in MEASURED} for row in records],
-            **{key: state[key] for key in sorted(state.keys() - {"seconds", "timing", "versions"})},
-            **{f"{key} of best.pt": best[key] for key in ("model", "epoch")},
-        }
+        content = {METRICS: [{key: value for key, value in row.items() if key not in MEASURED} for row in records]}
+        content |= {key: state[key] for key in state.keys() - {"seconds", "timing", "versions"}}
+        content |= {f"{key} of best.pt": best[key] for key in ("model", "epoch")}
+        sides.append(dict(_flatten("", content)))
+    left, right = sides
+    differing = [where for where in sorted({*left, *right}) if left.get(where) != right.get(where)]
+    return [f"{where}: {left.get(where)!s:.80} uninterrupted, {right.get(where)!s:.80} killed" for where in differing][
+        :20
+    ]
 
-    return list(_differences("", read(uninterrupted), read(killed)))[:20]
 
-
-def _differences(where: str, left: Any, right: Any) -> Iterator[str]:
-    """Yield a line for each differing value in two nested structures."""
+def _flatten(where: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (place, value) of each value in a nested structure; type, shape and digest of a tensor."""
     import torch
 
-    if isinstance(left, Mapping) and isinstance(right, Mapping) and left.keys() == right.keys():
-        for key in left:
-            yield from _differences(f"{where}.{key}" if where else key, left[key], right[key])
-    elif isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
-        for number, (one, other) in enumerate(zip(left, right, strict=True)):
-            yield from _differences(f"{where}[{number}]", one, other)
-    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if left.dtype != right.dtype or not torch.equal(left, right):
-            yield f"{where}: {left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)} differ"
-    elif left != right:
-        yield f"{where}: {str(left)[:80]} uninterrupted, {str(right)[:80]} killed"
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flatten(f"{where}.{key}" if where else str(key), part)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _flatten(f"{where}[{number}]", part)
+    elif isinstance(value, torch.Tensor):
+        content = bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield where, (str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()[:16])
+    else:
+        yield where, value
 
 
 def output_of(folder: Path) -> Path:
