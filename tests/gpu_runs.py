@@ -16,9 +16,8 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import Stopped
 from utils.training import step
-from utils.training.kernels.build import wants_graphs
 from utils.training.precision import choose_precision
-from utils.training.step import GraphedStep
+from utils.training.step import GraphedStep, wants_graphs
 
 GPU = torch.device("cuda", 0)
 STOP_AFTER, WARMUP = 3, 3  # steps; without DDP, 3 warm-up steps before a capture are enough

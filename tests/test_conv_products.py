@@ -1,65 +1,57 @@
 """Convolution weight gradients by matrix products equal PyTorch's."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
 from models import build_model
-from utils.config import Config
 from utils.errors import ConfigError
-from utils.training.kernels.conv import weight_gradient as conv_products
-from utils.training.kernels.conv.weight_gradient import ProductConv2d, use_products, weight_gradient
+from utils.training.kernels import weight_products
+from utils.training.kernels.use import use_kernels
+from utils.training.kernels.weight_products import ProductConv2d, weight_gradient
 from utils.training.precision import Precision
 
-Tiny = Callable[..., Config]
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+FLOAT32, BF16 = Precision("cpu"), Precision("cpu", level="O1")
 ON = {"cpu_kernels": ["weight_products"], "enable_nhwc": True}
 
 
-def make_layer(kernel: int | tuple[int, int], dtype: torch.dtype = torch.float64, **settings: object) -> nn.Conv2d:
+def make_layer(kernel, dtype=torch.float64, **settings):
     generator = torch.Generator().manual_seed(0)
-    layer = nn.Conv2d(16, 24, kernel, **settings)  # type: ignore[arg-type]
+    layer = nn.Conv2d(16, 24, kernel, **settings)
     for value in layer.parameters():
         value.data = torch.randn(value.shape, generator=generator)
-    return layer.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+    return layer.to(dtype=dtype, memory_format=torch.channels_last)
 
 
-def gradients(layer: nn.Conv2d, images: torch.Tensor) -> list[torch.Tensor]:
-    """Output and gradients of images, weight and bias."""
+def make_images(count=5, height=9, width=7, dtype=torch.float64):
+    images = torch.randn(count, 16, height, width, generator=torch.Generator().manual_seed(1))
+    return images.to(dtype).contiguous(memory_format=torch.channels_last)
+
+
+def gradients(layer, images):
+    """Return output and gradients of images, weight and bias."""
     leaf = images.detach().clone().requires_grad_()
     out = layer(leaf)
     (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
     layer_gradients = [parameter.grad for parameter in layer.parameters()]
     layer.zero_grad()
-    return [out, leaf.grad, *layer_gradients]  # type: ignore[list-item]
+    return [out, leaf.grad, *layer_gradients]
 
 
 @pytest.mark.parametrize("rows", [1, 150, 10_000])
 @pytest.mark.parametrize(
     ("kernel", "settings"),
     [
-        (1, {}),
-        (1, {"stride": 2}),
-        (1, {"padding": 1}),
-        (3, {"padding": 1}),
-        (3, {"padding": 1, "stride": 2, "bias": False}),
-        (7, {"padding": 3}),
-        (2, {}),
-        ((3, 5), {"padding": (0, 2), "stride": (2, 3)}),
+        (1, {}), (1, {"stride": 2}), (1, {"padding": 1}), (3, {"padding": 1}), (7, {"padding": 3}), (2, {}),
+        (3, {"padding": 1, "stride": 2, "bias": False}), ((3, 5), {"padding": (0, 2), "stride": (2, 3)}),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
-def test_all_gradients_equal_pytorchs(
-    kernel: int | tuple[int, int], settings: dict[str, object], rows: int, layout: torch.memory_format,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_all_gradients_equal_pytorchs(kernel, settings, rows, layout, monkeypatch):
     """In float64, for products over one image, some and all, with a smaller last part."""
-    monkeypatch.setattr(conv_products, "ROWS", rows)
-    layer = make_layer(kernel, **settings)
-    images = torch.randn(5, 16, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    images = images.contiguous(memory_format=layout)
+    monkeypatch.setattr(weight_products, "ROWS", rows)
+    layer, images = make_layer(kernel, **settings), make_images().contiguous(memory_format=layout)
     expected = gradients(layer, images)
     layer.__class__ = ProductConv2d
     found = gradients(layer, images)
@@ -68,12 +60,11 @@ def test_all_gradients_equal_pytorchs(
     assert found[2].stride() == layer.weight.stride()  # so that accumulating it copies nothing
 
 
-def test_bf16_is_within_rounding_of_float32() -> None:
+def test_bf16_is_within_rounding_of_float32():
     """Under autocast, within 2 units in the last of bf16's 8 bits."""
     layer = make_layer(3, torch.float32, padding=1)
-    layer.weight.data = layer.weight.data.bfloat16().float()
     layer.__class__ = ProductConv2d
-    images = torch.randn(40, 16, 8, 8, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    images = make_images(40, 8, 8, torch.bfloat16).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(images)
     assert out.dtype == torch.bfloat16
@@ -85,11 +76,9 @@ def test_bf16_is_within_rounding_of_float32() -> None:
 
 
 @pytest.mark.parametrize("stride", [2, (2, 3), (1, 2)])
-def test_a_1x1_convolution_with_a_stride_subsamples_in_bf16(stride: int | tuple[int, int]) -> None:
+def test_a_1x1_convolution_with_a_stride_subsamples_in_bf16(stride):
     """Within bf16's rounding of float64; skipped pixels have zero gradient."""
-    layer = make_layer(1, torch.bfloat16, stride=stride)
-    images = torch.randn(5, 16, 9, 7, generator=torch.Generator().manual_seed(1)).bfloat16()
-    images = images.contiguous(memory_format=torch.channels_last)
+    layer, images = make_layer(1, torch.bfloat16, stride=stride), make_images(dtype=torch.bfloat16)
     exact = gradients(make_layer(1, torch.bfloat16, stride=stride).double(), images.double())
     layer.__class__ = ProductConv2d
     found = gradients(layer, images)
@@ -99,14 +88,13 @@ def test_a_1x1_convolution_with_a_stride_subsamples_in_bf16(stride: int | tuple[
     assert found[1].is_contiguous(memory_format=torch.channels_last)
 
 
-def test_frozen_weights_and_evaluation() -> None:
+def test_frozen_weights_and_evaluation():
     layer = make_layer(3, torch.float32, padding=1)
     layer.__class__ = ProductConv2d
     images = torch.randn(2, 16, 5, 5, requires_grad=True)
     with torch.no_grad():
         assert layer(images).grad_fn is None
-    one = torch.randn(16, 5, 5)
-    layer(one).sum().backward()  # an image without a batch
+    layer(torch.randn(16, 5, 5)).sum().backward()  # an image without a batch
     layer.zero_grad()
     layer.weight.requires_grad_(False)
     layer(images).sum().backward()
@@ -116,40 +104,33 @@ def test_frozen_weights_and_evaluation() -> None:
     assert layer.weight.grad is not None
 
 
-def test_layers_it_replaces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_it_replaces(tiny, monkeypatch):
     """In ResNet50, 38 of 53 convolutions have over 128 x 128 channels, 24 over 256 x 256, the minimum in bf16."""
-    monkeypatch.setattr(conv_products, "has_bf16_kernels", lambda: False)
-    float32, bf16 = Precision("cpu"), Precision("cpu", level="O1")
 
-    def found(config: Config, precision: Precision = float32, device: torch.device = CPU) -> int:
+    def found(precision=FLOAT32, device=CPU, **changes):
         with torch.device("meta"):
-            model = build_model(config)
-        use_products(config, model, precision, device)
+            model = build_model(tiny(model="resnet50"))
+        use_kernels(tiny(**ON | changes), model, precision, device)
         return sum(isinstance(module, ProductConv2d) for module in model.modules())
 
-    auto = {"cpu_kernels": "auto", "enable_nhwc": True, "model": "resnet50"}
-    assert found(tiny(**auto)) == found(tiny(**auto | ON)) == 38
-    assert found(tiny(**auto | ON), bf16) == 24
-    assert not found(tiny())
-    assert not found(tiny(**auto), bf16)
-    monkeypatch.setattr(conv_products, "has_bf16_kernels", lambda: True)
-    assert found(tiny(**auto), bf16) == 24
-    assert not found(tiny(**auto | {"enable_nhwc": False}))
-    assert not found(tiny(**auto, enable_compile=True))
-    cuda = torch.device("cuda", 0)
-    assert not found(tiny(**auto), device=cuda)
-    assert not found(tiny(**auto | ON), device=cuda)
+    monkeypatch.setattr("utils.training.kernels.use.has_bf16_kernels", lambda: False)
+    assert (found(), found(BF16), found(device=CUDA)) == (38, 24, 0)
+    monkeypatch.setattr("utils.training.kernels.use.use_winograd", lambda model: None)
+    auto = {"cpu_kernels": "auto"}
+    assert (found(**auto), found(BF16, **auto), found(device=CUDA, **auto)) == (38, 0, 0)
+    assert not found(**auto, enable_nhwc=False) and not found(**auto, enable_compile=True)
+    monkeypatch.setattr("utils.training.kernels.use.has_bf16_kernels", lambda: True)
+    assert found(BF16, **auto) == 24
 
 
-def test_a_network_without_fitting_layers_is_an_error(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(conv_products.MIN_CHANNEL_PAIRS, torch.float32, 16 * 16 - 1)
+def test_a_network_without_fitting_layers_is_an_error(tiny, monkeypatch):
+    monkeypatch.setitem(weight_products.MIN_CHANNEL_PAIRS, torch.float32, 16 * 16 - 1)
     others = nn.Sequential(
         nn.Conv2d(15, 16, 3), nn.Conv2d(16, 16, 3, groups=2), nn.Conv2d(16, 16, 3, dilation=2),
         nn.Conv2d(16, 16, 3, padding="same"), nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"cpu_kernels \[weight_products\]: the network has no convolution"):
-        use_products(tiny(**ON), others, Precision("cpu"), CPU)
-    assert "has no convolution" in use_products(tiny(**ON | {"cpu_kernels": "auto"}), others, Precision("cpu"), CPU)[0]
+        use_kernels(tiny(**ON), others, FLOAT32, CPU)
     fitting = nn.Sequential(nn.Conv2d(16, 16, 3), *others)
-    assert use_products(tiny(**ON), fitting, Precision("cpu"), CPU) == []
+    assert use_kernels(tiny(**ON), fitting, FLOAT32, CPU) == []
     assert [type(layer) for layer in fitting] == [ProductConv2d] + [nn.Conv2d] * len(others)

@@ -12,17 +12,17 @@ from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.classifier import build_classifier
-from utils.training.kernels.build import has_compiler
-from utils.training.kernels.conv import winograd
-from utils.training.kernels.conv.weight_gradient import use_products
-from utils.training.kernels.conv.winograd import SIDES, WinogradConv2d, best_side, convolve, use_winograd
+from utils.training.kernels import use, winograd
+from utils.training.kernels.build import build, missing_compiler
+from utils.training.kernels.use import use_kernels
+from utils.training.kernels.winograd import WinogradConv2d, best_side, convolve
 from utils.training.precision import Precision
 
 Tiny = Callable[..., Config]
 CPU = torch.device("cpu")
 ON = {"cpu_kernels": ["winograd"], "enable_nhwc": True}
 
-pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(bool(missing_compiler(CPU)), reason="no C++ compiler")
 
 
 def random(*sizes: int, seed: int) -> Tensor:
@@ -134,65 +134,6 @@ def test_numbers_are_rounded_to_bf16_as_in_pytorch() -> None:
     assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize(("dtype", "side"), [(dtype, side) for dtype, sides in SIDES.items() for side in sides])
-@pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 4), (2, 3), (8, 8), (9, 7), (12, 12), (12, 13)])
-def test_a_fused_pool_gives_the_bits_of_a_separate_one(
-    side: int, height: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Output and gradients, also of equal outputs and NaN, and with tiles or 2 x 2 squares beyond the border."""
-    set_side(monkeypatch, side, height, width)
-    images, weight = random(5, 32, height, width, seed=0).to(dtype), random(48, 32, 3, 3, seed=1).to(dtype)
-    images[1] = 0.0
-    images[2, 0, 0, 0] = float("nan")
-
-    def pooled(images: Tensor, weight: Tensor) -> Tensor:
-        return convolve(images, weight, None, (1, 1), (1, 1), pool=True)
-
-    def separate(images: Tensor, weight: Tensor) -> Tensor:
-        return nn.functional.max_pool2d(convolve(images, weight, None, (1, 1), (1, 1)), 2)
-
-    if height == 1:
-        for function in (pooled, separate):
-            with pytest.raises(RuntimeError, match="Output size is too small"):
-                function(images, weight)
-        return
-    found, expected = results(pooled, images, weight), results(separate, images, weight)
-    assert len(found) == len(expected) == 3 and expected[0].isnan().any()
-    for value, other in zip(found, expected, strict=True):
-        assert torch.equal(value.isnan(), other.isnan()) and torch.equal(value.nan_to_num(), other.nan_to_num())
-    assert found[0].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_pools_it_fuses(tiny: Tiny) -> None:
-    """2 x 2 pools after a convolution without bias; parameter names and results stay."""
-
-    def network(*others: nn.Module) -> nn.Sequential:
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1, bias=False), *others)
-        return nn.Sequential(layers, nn.BatchNorm2d(32)).to(memory_format=torch.channels_last)
-
-    images = random(4, 32, 12, 12, seed=0)
-    for pool, is_fused in (
-        (nn.MaxPool2d(2), True), (nn.MaxPool2d(2, 2), True), (nn.MaxPool2d(3), False), (nn.MaxPool2d(2, 1), False),
-        (nn.MaxPool2d(2, padding=1), False), (nn.MaxPool2d(2, dilation=2), False), (nn.AvgPool2d(2), False),
-        (nn.MaxPool2d(2, ceil_mode=True), False),
-    ):  # fmt: skip
-        plain, ours = network(pool), network(pool)
-        use_winograd(tiny(**ON), ours, Precision("cpu"), CPU)
-        assert ("PooledWinogradConv2d" in kinds(ours)) == is_fused, pool
-        assert list(ours.state_dict()) == list(plain.state_dict())
-        for mode in (True, False):
-            torch.testing.assert_close(ours.train(mode)(images), plain.train(mode)(images), rtol=1e-3, atol=1e-4)
-    convolution = nn.Conv2d(32, 32, 3, padding=1, bias=False)
-    twice = nn.Sequential(nn.Sequential(convolution, nn.MaxPool2d(2)), convolution)
-    expected = twice(images)
-    use_winograd(tiny(**ON), twice, Precision("cpu"), CPU)
-    torch.testing.assert_close(twice(images), expected, rtol=1e-3, atol=1e-4)
-    biased = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.MaxPool2d(2))
-    use_winograd(tiny(**ON), biased, Precision("cpu"), CPU)
-    assert list(kinds(biased)) == ["Sequential", "WinogradConv2d", "MaxPool2d"]
-
-
 def test_the_best_side_needs_the_least_work() -> None:
     """A tile costs 16 multiplications for 4 outputs, 25 for 9, 36 for 16, 64 for 36, which count as 83; direct, 9 per
     output. In bf16, 6 x 6 would be too inaccurate."""
@@ -260,14 +201,13 @@ def test_unsupported_tensors_use_pytorch() -> None:
 
 
 @pytest.mark.parametrize("in_half", [False, True])
-@pytest.mark.parametrize("pool", [False, True])
-def test_uninitialised_memory_is_never_read(in_half: bool, pool: bool) -> None:
+def test_uninitialised_memory_is_never_read(in_half: bool) -> None:
     """In its deterministic mode PyTorch fills new memory with NaN."""
     inputs = random(6, 32, 7, 10, seed=0), random(32, 32, 3, 3, seed=1), random(32, seed=2)
 
     def function(images: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_half):
-            return convolve(images, weight, bias, (1, 1), (1, 1), pool=pool)
+            return convolve(images, weight, bias, (1, 1), (1, 1))
 
     expected = results(function, *inputs)
     torch.use_deterministic_algorithms(True)
@@ -298,12 +238,11 @@ def test_weight_products_replace_the_other_convolutions(tiny: Tiny) -> None:
     both = ON | {"cpu_kernels": ["winograd", "weight_products"]}
     for model, counts in (
         ("resnet50", {"WinogradConv2d": 13, "ProductConv2d": 31}),
-        ("resnet9", {"WinogradConv2d": 4, "PooledWinogradConv2d": 3}),
+        ("resnet9", {"WinogradConv2d": 7}),
     ):
         config = tiny(model=model, width=4 if model == "resnet9" else 1, **both)
         network = build_model(config)
-        assert use_winograd(config, network, Precision("cpu"), CPU) == []
-        assert use_products(config, network, Precision("cpu"), CPU) == []
+        assert use_kernels(config, network, Precision("cpu"), CPU) == []
         found = Counter(kinds(network))
         assert {name: found[name] for name in found if name.endswith(("WinogradConv2d", "ProductConv2d"))} == counts
 
@@ -318,7 +257,7 @@ def test_layers_it_replaces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
 
     def found(config: Config, precision: Precision = float32, device: torch.device = CPU) -> int:
         model = build_model(config)
-        use_winograd(config, model, precision, device)
+        use_kernels(config, model, precision, device)
         return sum(isinstance(module, WinogradConv2d) for module in model.modules())
 
     auto = {"cpu_kernels": "auto", "enable_nhwc": True}
@@ -326,9 +265,9 @@ def test_layers_it_replaces(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
     assert found(tiny(**auto, model="resnet9", width=2)) == 7
     assert found(tiny(**auto, model="resnet9", width=1)) == 6, "16 x 32 channels are too few"
     assert not found(tiny(model="resnet9"))
-    monkeypatch.setattr(winograd, "has_bf16_kernels", lambda: True)
+    monkeypatch.setattr(use, "has_bf16_kernels", lambda: True)
     assert found(tiny(**auto, model="resnet9", width=2), bf16) == 7
-    monkeypatch.setattr(winograd, "has_bf16_kernels", lambda: False)
+    monkeypatch.setattr(use, "has_bf16_kernels", lambda: False)
     assert not found(tiny(**auto, model="resnet9", width=2), bf16), "slow without bf16 instructions"
     assert found(tiny(**ON, model="resnet9", width=2), bf16) == 7
     assert not found(tiny(**auto | {"enable_nhwc": False}, model="resnet9"))
@@ -351,25 +290,24 @@ def test_a_network_without_fitting_layers_or_a_missing_compiler_is_an_error(
     with pytest.raises(
         ConfigError, match=r"cpu_kernels \[winograd\]: the network has no 3x3 convolution with stride 1"
     ):
-        use_winograd(on, others, float32, CPU)
-    assert "has no 3x3" in use_winograd(auto, others, float32, CPU)[0] and "WinogradConv2d" not in kinds(others)
+        use_kernels(on, others, float32, CPU)
+    assert "has no 3x3" in use_kernels(auto, others, float32, CPU)[0] and "WinogradConv2d" not in kinds(others)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    winograd.build.cache_clear()  # another test may have built them
+    build.cache_clear()  # another test may have built them
     with pytest.raises(ConfigError, match=r"cpu_kernels \[winograd\] needs .*no-such-compiler is not found"):
-        use_winograd(on, build_model(on), float32, CPU)
+        use_kernels(on, build_model(on), float32, CPU)
 
 
 def test_a_failing_compiler_is_an_error_or_with_auto_a_note(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(name: str) -> None:
         raise ConfigError("cpu_kernels [winograd]: its kernels could not be built: no space left")
 
     monkeypatch.setattr(winograd, "build", fail)
     config = tiny(**ON, model="resnet9")
     with pytest.raises(ConfigError, match="no space left"):
-        use_winograd(config, build_model(config), Precision("cpu"), CPU)
+        use_kernels(config, build_model(config), Precision("cpu"), CPU)
     auto = tiny(**ON | {"cpu_kernels": "auto"}, model="resnet9")
     model = build_model(auto)
-    assert use_winograd(auto, model, Precision("cpu"), CPU) == [
-        "skipped: cpu_kernels [winograd]: its kernels could not be built: no space left"
-    ]
+    note = "skipped: cpu_kernels [winograd]: its kernels could not be built: no space left"
+    assert use_kernels(auto, model, Precision("cpu"), CPU)[0] == note
     assert "WinogradConv2d" not in kinds(model)

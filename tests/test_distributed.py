@@ -34,8 +34,8 @@ from utils.errors import ConfigError
 from utils.run.checkpoint.io import newest_good
 from utils.run.logging.logger import RunLogger
 from utils.training.kernels.batch_norm import RunningStatistics
-from utils.training.kernels.build import compiles
 from utils.training.optimizers.build import set_learning_rate
+from utils.training.step import compiles
 
 BATCH = 24  # 1, 2, 3 and 4 ranks share it evenly
 

@@ -21,15 +21,21 @@ from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.logging.logger import RunLogger
-from utils.training.kernels.build import compiles, has_compiler, missing_compiler, wants_graphs
-from utils.training.kernels.conv import weight_gradient as conv_products
-from utils.training.kernels.conv.weight_gradient import ProductConv2d
-from utils.training.kernels.conv.winograd import WinogradConv2d
-from utils.training.kernels.norm_relu.module import NormReLU
+from utils.training.kernels import weight_products
+from utils.training.kernels.build import missing_compiler
+from utils.training.kernels.norm_relu import FusedBasicBlock
 from utils.training.kernels.stem import ChannelPaddedConv2d
+from utils.training.kernels.weight_products import ProductConv2d
+from utils.training.kernels.winograd import WinogradConv2d
 from utils.training.metrics.flops import flops_per_image
 from utils.training.optimizers.build import build_optimizer, learning_rate, set_learning_rate
+from utils.training.step import compiles, wants_graphs
 
+HAS_COMPILER = not missing_compiler(torch.device("cpu"))
+COMPILED_KERNELS = {
+    "fused norm": {"fuse_norm_relu": True, "enable_nhwc": True},
+    "conv winograd": {"cpu_kernels": ["winograd"], "enable_nhwc": True},
+}
 # every speed switch that a CPU can use, one at a time; the last entry combines some
 SWITCHES = {
     "amp": {"enable_amp": True},
@@ -40,9 +46,8 @@ SWITCHES = {
     "set to none": {"enable_extra_opts": ["zero_grad_set_to_none"]},
     "cudnn benchmark": {"enable_extra_opts": ["cudnn_benchmark"]},
     "stem": {"stem_channels": 8},
-    "fused norm": {"fuse_norm_relu": True, "enable_nhwc": True},
     "conv products": {"cpu_kernels": ["weight_products"], "enable_nhwc": True},
-    **({"conv winograd": {"cpu_kernels": ["winograd"], "enable_nhwc": True}} if has_compiler() else {}),
+    **(COMPILED_KERNELS if HAS_COMPILER else {}),
     "accumulation": {"micro_batch_size": 16},
     "compile": {"enable_compile": True},
     "all": {"enable_amp": True, "enable_nhwc": True, "enable_extra_opts": True, "enable_compile": True},
@@ -68,8 +73,8 @@ def _epoch(trainer, epoch):
 @pytest.fixture(autouse=True)
 def kernels_in_small_networks(monkeypatch):
     for name in (torch.float32, torch.bfloat16):
-        monkeypatch.setitem(conv_products.MIN_CHANNEL_PAIRS, name, 200)
-    monkeypatch.setattr("utils.training.kernels.conv.winograd.MIN_CHANNEL_PAIRS", 200)
+        monkeypatch.setitem(weight_products.MIN_CHANNEL_PAIRS, name, 200)
+    monkeypatch.setattr("utils.training.kernels.winograd.MIN_CHANNEL_PAIRS", 200)
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +101,14 @@ def test_a_switch_trains_like_float32_for_200_steps(tiny, one_rank, references, 
 OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # names in SWITCHES
 
 
-@pytest.mark.parametrize(("name", "layers"), [*zip(OWN_LAYERS, (1, 6, 8, 4), strict=True)])
+@pytest.mark.parametrize(("name", "layers"), [*zip(OWN_LAYERS, (1, 3, 8, 4), strict=True)])
 def test_training_continues_with_and_without_our_own_layers(tiny, one_rank, name, layers):
     """Three steps with and without them are equal up to rounding; then each resumes from the other's state."""
     if name not in SWITCHES:
         pytest.skip("no C++ compiler")
     changes = {"lr": 0.02, "enable_nhwc": True}
     learners = [Trainer(tiny(**changes | others), one_rank).learner for others in ({}, SWITCHES[name])]
-    own = (ChannelPaddedConv2d, NormReLU, ProductConv2d, WinogradConv2d)
+    own = (ChannelPaddedConv2d, FusedBasicBlock, ProductConv2d, WinogradConv2d)
     assert [sum(isinstance(module, own) for module in one.model.modules()) for one in learners] == [0, layers]
     check_equal_training(learners)
     if name.startswith("conv "):  # FLOPs are the network's, whatever the method
@@ -302,15 +307,14 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_fastest_uses_what_the_device_supports(tiny, one_rank, has_bf16, monkeypatch):
-    for module in ("precision", "kernels.conv.winograd", "kernels.conv.weight_gradient"):
+    for module in ("precision", "kernels.use"):
         monkeypatch.setattr(f"utils.training.{module}.has_bf16_kernels", lambda: has_bf16)
     config = tiny("fastest")
     learner = Trainer(config, one_rank).learner
     assert learner.optimizer.param_groups[0]["fused"]
     assert str(learner.precision).split(":")[0] == ("bf16 autocast" if has_bf16 else "float32")
     kinds = {type(module).__name__ for module in learner.model.modules()}
-    assert "ProductConv2d" in kinds and ("NormReLU" in kinds) == has_compiler()
-    assert ("WinogradConv2d" in kinds) == has_compiler()
+    assert "ProductConv2d" in kinds and ("FusedBasicBlock" in kinds) == ("WinogradConv2d" in kinds) == HAS_COMPILER
     assert not wants_graphs(config, one_rank.device)
     assert wants_graphs(config, torch.device("cuda", 0))
     assert not wants_graphs(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), torch.device("cuda", 0))

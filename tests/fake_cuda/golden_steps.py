@@ -31,9 +31,8 @@ from utils.data import build as data
 from utils.distributed.world import World
 from utils.run.logging.logger import RunLogger
 from utils.training import learner
-from utils.training.kernels.build import compiles, wants_graphs
 from utils.training.precision import choose_precision
-from utils.training.step import GRAPH_WARMUP_STEPS
+from utils.training.step import GRAPH_WARMUP_STEPS, compiles, wants_graphs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = Path(__file__).with_suffix(".txt")

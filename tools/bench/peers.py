@@ -26,10 +26,10 @@ from utils.data.datasets.dataset import Dataset
 from utils.errors import ConfigError
 from utils.run.logging.environment import device_name
 from utils.training.batches import prefetch
-from utils.training.kernels.build import compiles, wants_graphs
 from utils.training.kernels.process import prepare_backends
 from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import Precision, choose_precision
+from utils.training.step import compiles, wants_graphs
 
 # the other trainers' steps here know these values only
 EXPECTED = {

@@ -17,9 +17,8 @@ from utils.distributed.ddp import distribute
 from utils.distributed.world import World, choose_device
 from utils.training.batches import Batch, prefetch
 from utils.training.checks.stragglers import peak_memory
-from utils.training.kernels.build import wants_graphs
 from utils.training.learner import Learner, build_learner
-from utils.training.step import GRAPH_WARMUP_STEPS
+from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 
 Consumer = Callable[[Tensor, Tensor], object]
 STEPS_PER_EPOCH = 1000  # only for the schedule: no measurement lasts longer

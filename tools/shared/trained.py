@@ -125,7 +125,8 @@ def load_classifier(trained: Trained, world: "World") -> "Classifier":
     from utils.training.classifier import build_classifier
 
     build = partial(build_model, image_side=trained.image_shape[-1])
-    classifier = build_classifier(trained.config, build, world)
+    config = trained.config.model_copy(update={"fuse_norm_relu": False})  # only training is fused
+    classifier = build_classifier(config, build, world)
     add_saved_buffers(classifier.model, trained.state["model"])
     check_tensors_fit(trained.path, trained.state, classifier.model.state_dict())
     classifier.load_network(trained.state)

@@ -13,13 +13,10 @@ from utils.distributed.ddp import synchronise_batch_norm
 from utils.distributed.world import World
 from utils.training.config import TrainingConfig
 from utils.training.ema import Ema, build_ema
-from utils.training.kernels.build import compile_for_shapes
-from utils.training.kernels.conv.weight_gradient import use_products
-from utils.training.kernels.conv.winograd import use_winograd
-from utils.training.kernels.norm_relu.module import fuse_norm_relu
 from utils.training.kernels.process import prepare_backends
-from utils.training.kernels.stem import pad_stem
+from utils.training.kernels.use import use_kernels
 from utils.training.precision import MasterWeights, Precision, choose_precision
+from utils.training.step import compile_for_shapes
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 Forward = Callable[[nn.Module, Tensor], Tensor]  # network, images [N, 3, H, W] -> float32 logits [N, classes]
@@ -95,10 +92,8 @@ def build_classifier(config: SomeConfig, build_model: Callable[[SomeConfig], nn.
     precision = choose_precision(config, world.device)
     notes = prepare_backends(config, world.device)
     seeds.seed_random_state(config.seed)
-    model = pad_stem(config, build_model(config))  # STEM: zero channels after the three colours
-    notes += fuse_norm_relu(config, model, world.device)  # FUSE: BatchNorm, shortcut and ReLU as one kernel
-    notes += use_winograd(config, model, precision, world.device)  # CONV: 3x3 convolutions with fewer multiplications
-    notes += use_products(config, model, precision, world.device)  # CONV: weight gradients as matrix products
+    model = build_model(config)
+    notes += use_kernels(config, model, precision, world.device)  # STEM, FUSE, CONV
     model = synchronise_batch_norm(config, model, world).to(world.device)
     if config.enable_nhwc:
         # NHWC: weights in the channels_last memory format, as the loaders' images

@@ -177,14 +177,13 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     """STEM: pad the input of the first convolution with zeros to this many channels; tensor cores take 4 or 8 at once.
     The network's parameters do not change."""
     fuse_norm_relu: Auto = False
-    """FUSE: BatchNorm in training, shortcut and ReLU or SiLU as one kernel. Triton on a GPU, C++ on a CPU. Needs
+    """FUSE: BatchNorm in training, shortcut and ReLU as one kernel. Triton on a GPU, C++ on a CPU. Needs
     enable_nhwc and an eager step; auto: on a CPU with a compiler, if these hold."""
     cpu_kernels: Literal["auto", False] | Annotated[tuple[CpuKernel, ...], Field(strict=False)] = False
     """CONV: faster work on a CPU: auto, or a list of winograd, weight_products, keep_memory. winograd: 3x3 convolutions
-    and a 2x2 max-pool that follows by Winograd's method, with a C++ compiler. weight_products: weight gradients of
-    other convolutions as matrix products. Both need enable_nhwc and an eager step. ALLOC: keep_memory leaves freed
-    memory in the process, with glibc. auto: each where it works, the first two in bf16 only on a processor with bf16
-    kernels."""
+    by Winograd's method, with a C++ compiler. weight_products: weight gradients of other convolutions as matrix
+    products. Both need enable_nhwc and an eager step. ALLOC: keep_memory leaves freed memory in the process, with
+    glibc. auto: each where it works, the first two in bf16 only on a processor with bf16 kernels."""
     enable_compile: Auto = False
     """COMPILE: forward, loss and backward through torch.compile; auto: on CUDA with a compiler, not for dataparallel.
     A CPU gains nothing. Validation is compiled too in runs that validate enough images to pay for it."""

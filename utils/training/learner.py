@@ -17,7 +17,6 @@ from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
 from utils.training.classifier import Classifier, SomeConfig, build_classifier
 from utils.training.config import TrainingConfig
-from utils.training.kernels.build import wants_graphs
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import (
     build_optimizer,
@@ -28,7 +27,15 @@ from utils.training.optimizers.build import (
 )
 from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule, explain_warmup
 from utils.training.precision import LossScaler, choose_precision
-from utils.training.step import CompileTimer, Step, TrainStep, check_graphs, choose_step, on_capture_stream
+from utils.training.step import (
+    CompileTimer,
+    Step,
+    TrainStep,
+    check_graphs,
+    choose_step,
+    on_capture_stream,
+    wants_graphs,
+)
 from utils.user_code import user_code_errors
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import ConfigError
 from utils.timing.profiler import Profiler
-from utils.training.config import HAVE_FUSED_KERNEL, TrainingConfig
+from utils.training.config import HAVE_FUSED_KERNEL, SpeedConfig, TrainingConfig
 from utils.training.kernels.batch_norm import RunningStatistics, defer_batch_counters
-from utils.training.kernels.build import compile_for_shapes, compiles, missing_compiler, wants_graphs
-from utils.training.kernels.norm_relu.module import check_fusion
+from utils.training.kernels.build import missing_compiler
 from utils.training.metrics.sums import MetricSums
 from utils.training.precision import LossScaler, MasterWeights, Precision
 
@@ -28,6 +28,29 @@ Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # One optimizer step on this rank's part of a global batch; adds loss and correct predictions to the sums.
 Step = Callable[[Tensor, Tensor, MetricSums], None]
 CompileTimer = Callable[[], AbstractContextManager[None]]
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
+
+
+def compiles(config: SpeedConfig, device: torch.device) -> bool:
+    """COMPILE: whether the step will be compiled."""
+    wanted = config.enable_compile == "auto" and device.type == "cuda" and config.parallel != "dataparallel"
+    return config.enable_compile is True or (wanted and not missing_compiler(device))
+
+
+def compile_for_shapes(function: Compiled, number: int) -> Compiled:
+    """COMPILE: return a function or module compiled at its first call with each of `number` shapes of images.
+
+    Dynamo runs further shapes eagerly once a function's code has been compiled `recompile_limit` times, 8 by default,
+    which all learners of the process share. So the limit is raised by as many as will be needed.
+    """
+    torch._dynamo.config.recompile_limit += number
+    compiled: Any = torch.compile(function, dynamic=False)
+    return compiled
+
+
+def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
+    """Whether the step will be a CUDA graph; a graph cannot span the GPUs of dataparallel."""
+    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"
 
 
 @dataclass(eq=False)
@@ -167,7 +190,6 @@ def check_graphs(config: TrainingConfig, precision: Precision, device: torch.dev
 def choose_step(config: TrainingConfig, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
     """Return `step` eager, compiled or captured, and notes for the log."""
     notes = []
-    check_fusion(config, device)
     if compiles(config, device):
         missing = missing_compiler(device)
         if missing:

@@ -10,8 +10,8 @@ from utils.data.sampling import EpochPlan
 from utils.distributed.world import World
 from utils.errors import ExpectedError
 from utils.training.classifier import Classifier, augmented_views
-from utils.training.kernels.build import compiles
 from utils.training.metrics.sums import MetricSums
+from utils.training.step import compiles
 
 # Compiling ResNet50's forward pass takes about half a minute with a cold cache. It saved timm 43 microseconds per
 # image, 15,473 instead of 9,320 images/s (huggingface/pytorch-image-models#2693), and so pays after this many.

@@ -19,9 +19,8 @@ from utils.program import command
 from utils.training.checks.fingerprints import StepRecorder, take_fingerprints
 from utils.training.checks.step_state import Snapshot, own_tensors, shared_tensors
 from utils.training.config import TrainingConfig
-from utils.training.kernels.build import compiles
 from utils.training.learner import Learner
-from utils.training.step import GraphedStep
+from utils.training.step import GraphedStep, compiles
 
 FIRST_STEPS = 3  # of each start: one creates the optimizer's state, the next reads it, the third is like all later ones
 Fingerprints = dict[str, int]

@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from utils.training.kernels.norm_relu.module import NormReLU
-
 COUNTER = "num_batches_tracked"
-COUNT_BY_ADD = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward, NormReLU.forward)
+COUNT_BY_ADD = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class RunningStatistics:

@@ -1,41 +1,25 @@
-"""Whether a step is compiled, whether a compiler is here, and which steps use our own layers and CPU kernels."""
+"""Build and call our own C++ kernels for CPUs; name the compiler that a machine lacks."""
 
+import ctypes
 import logging
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from utils.errors import ConfigError
-from utils.training.config import Auto, SpeedConfig
 
 HEADER = "cpu_kernels.h"
 # Inductor disables both optimisations for its own kernels, which are vectorised explicitly. Without the first flag
 # comparisons are not vectorised; it reorders no sum. The second is gcc's only: clang vectorises by default.
 FLAGS = ("-fno-trapping-math", "-ftree-loop-vectorize")
-Compiled = TypeVar("Compiled", bound=Callable[..., Any])
-
-
-def compiles(config: SpeedConfig, device: torch.device) -> bool:
-    """COMPILE: whether the step will be compiled."""
-    wanted = config.enable_compile == "auto" and device.type == "cuda" and config.parallel != "dataparallel"
-    return config.enable_compile is True or (wanted and not missing_compiler(device))
-
-
-def compile_for_shapes(function: Compiled, number: int) -> Compiled:
-    """COMPILE: return a function or module compiled at its first call with each of `number` shapes of images.
-
-    Dynamo runs further shapes eagerly once a function's code has been compiled `recompile_limit` times, 8 by default,
-    which all learners of the process share. So the limit is raised by as many as will be needed.
-    """
-    torch._dynamo.config.recompile_limit += number
-    compiled: Any = torch.compile(function, dynamic=False)
-    return compiled
+SETTINGS = {"norm_relu": "fuse_norm_relu", "winograd": "cpu_kernels [winograd]"}  # of each library
+Argument = Tensor | int | float | None
 
 
 def missing_compiler(device: torch.device) -> str:
@@ -57,14 +41,10 @@ def missing_compiler(device: torch.device) -> str:
 
 
 @cache
-def has_compiler() -> bool:
-    """Whether CPU kernels can be built here."""
-    return not missing_compiler(torch.device("cpu"))
-
-
-def build_kernels(source: Path, key: str) -> Any:
-    """Return the ctypes library built from a C++ file, the kernels of the setting `key`; `ConfigError` if there is no
-    compiler or it fails. PyTorch's Inductor calls the compiler and caches the library, as for a compiled step."""
+def build(name: str) -> Any:
+    """Return the ctypes library built from NAME.cpp; `ConfigError` if there is no compiler or it fails. PyTorch's
+    Inductor calls the compiler and caches the library, as for a compiled step."""
+    key = SETTINGS[name]
     if missing := missing_compiler(torch.device("cpu")):
         raise ConfigError(f"{key} needs {missing}")
     from torch._inductor.codecache import CppCodeCache
@@ -72,8 +52,8 @@ def build_kernels(source: Path, key: str) -> Any:
     # it warns about a CUDA toolkit without a GPU, which is irrelevant here
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # as one text: Inductor decides by its hash whether to build it
-    header = Path(__file__).with_name(HEADER)
-    code = source.read_text().replace(f'#include "{HEADER}"', header.read_text())
+    folder = Path(__file__).parent
+    code = (folder / f"{name}.cpp").read_text().replace(f'#include "{HEADER}"', (folder / HEADER).read_text())
     try:
         try:
             return CppCodeCache.load(code, extra_flags=FLAGS)
@@ -87,24 +67,24 @@ def build_kernels(source: Path, key: str) -> Any:
         ) from error
 
 
-def use_layers(asked: Auto, config: SpeedConfig, device: torch.device, replace: Callable[[], None]) -> list[str]:
-    """Call `replace`, which puts our own layers into a network, if the value `asked` of a setting wants it: always if
-    true; if auto, for eager steps over NHWC memory on a CPU. Return notes for the log.
-
-    Where `replace` cannot, it raises `ConfigError` before it changes the network. Auto then leaves PyTorch's layers.
-    """
-    here = device.type == "cpu" and config.enable_nhwc and not compiles(config, device)
-    if asked is False or (asked == "auto" and not here):
-        return []
-    try:
-        replace()
-    except ConfigError as error:
-        if asked is True:
-            raise
-        return [f"skipped: {error}"]
-    return []
+def run(library: str, function: str, *arguments: Argument) -> None:
+    """Call a function of a library with the addresses of tensors, integers of 64 bits and doubles."""
+    ctypes.CFUNCTYPE(None).in_dll(build(library), function)(*map(_for_c, arguments))
 
 
-def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
-    """Whether the step will be a CUDA graph; a graph cannot span the GPUs of dataparallel."""
-    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"
+def name_of(dtype: torch.dtype) -> str:
+    """The number format's name in the C++ files."""
+    return str(dtype).removeprefix("torch.")
+
+
+def in_nhwc(tensor: Tensor) -> Tensor:
+    """The same images [N, C, H, W] in NHWC memory."""
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def _for_c(argument: Argument) -> Any:
+    if isinstance(argument, int):
+        return ctypes.c_int64(argument)
+    if isinstance(argument, float):
+        return ctypes.c_double(argument)
+    return ctypes.c_void_p(None if argument is None else argument.data_ptr())

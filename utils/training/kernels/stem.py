@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from utils.errors import ConfigError
-from utils.training.config import SpeedConfig
 
 COLOURS = 3
 
@@ -24,16 +23,13 @@ class ChannelPaddedConv2d(nn.Conv2d):
         return self._conv_forward(pad(images, zeros), pad(self.weight, zeros), self.bias)
 
 
-def pad_stem(config: SpeedConfig, model: nn.Module) -> nn.Module:
-    """Return `model` with its first convolution of 3 channels padded to `stem_channels`; `ConfigError` if none."""
-    if config.stem_channels == COLOURS:
-        return model
+def pad_stem(model: nn.Module, channels: int) -> None:
+    """Pad the input of the first convolution of 3 channels to `channels`; `ConfigError` if there is none."""
     for module in model.modules():
         if type(module) is nn.Conv2d and module.in_channels == COLOURS and module.groups == 1:
             padded: Any = module
-            padded.__class__, padded.added = ChannelPaddedConv2d, config.stem_channels - COLOURS
-            return model
+            padded.__class__, padded.added = ChannelPaddedConv2d, channels - COLOURS
+            return
     raise ConfigError(
-        f"stem_channels {config.stem_channels}: the network has no plain convolution of {COLOURS} channels; "
-        f"use {COLOURS}"
+        f"stem_channels {channels}: the network has no plain convolution of {COLOURS} channels; use {COLOURS}"
     )

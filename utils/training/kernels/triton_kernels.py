@@ -1,4 +1,4 @@
-"""FUSE: the Triton kernels of module.py, over NHWC memory: rows are pixels, columns channels.
+"""FUSE: the Triton kernels of norm_relu.py, over NHWC memory: rows are pixels, columns channels.
 
 All sums are in float32, in an order that depends only on the sizes: every run gives the same bits.
 """
@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from utils.training.kernels.build import in_nhwc
 
 ROWS, COLUMNS = 64, 64  # of a tile
 MAX_PARTS = 512  # programs that share the rows of a sum: a few per multiprocessor
@@ -30,15 +32,6 @@ def _normalised(x, address, mask, mean, invstd, weight, bias, column, valid):
     scaled *= tl.load(invstd + column, valid, 0.0)[None, :]
     z = scaled * tl.load(weight + column, valid, 0.0).to(tl.float32)[None, :]
     return scaled, z + tl.load(bias + column, valid, 0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def _through_activation(z, gradient, silu: tl.constexpr):
-    """Return the activation's derivative at z times the gradient."""
-    if silu:
-        gate = 1 / (1 + tl.exp(-z))
-        return gradient * gate * (1 + z * (1 - gate))
-    return tl.where(z <= 0, 0.0, gradient)  # NaN stays
 
 
 @triton.jit
@@ -84,23 +77,22 @@ def _statistics(
 @triton.jit
 def _apply(
     x, shortcut, weight, bias, mean, invstd, out, pixels, channels,
-    added: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    added: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     address, mask = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
     _, z = _normalised(x, address, mask, mean, invstd, weight, bias, column, column < channels)
     if added:
         z += tl.load(shortcut + address, mask, 0.0).to(tl.float32)
-    activated = z / (1 + tl.exp(-z)) if silu else tl.where(z <= 0, 0.0, z)  # NaN stays
-    tl.store(out + address, activated, mask)
+    tl.store(out + address, tl.where(z <= 0, 0.0, z), mask)  # NaN stays
 
 
 @triton.jit
 def _sum_gradient(
     gradient, x, out, weight, bias, mean, invstd, parts, passed, pixels, channels, part_pixels,
-    added: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    added: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
-    """Write parts [part, 2, channels]: sums of the gradient through the activation, and of it times the normalised x.
+    """Write parts [part, 2, channels]: sums of the gradient through ReLU, and of it times the normalised x.
     With a shortcut (`added`), write its gradient to `passed`."""
     column, part = tl.program_id(0) * columns + tl.arange(0, columns), tl.program_id(1)
     valid = column < channels
@@ -111,7 +103,7 @@ def _sum_gradient(
         scaled, z = _normalised(x, address, mask, mean, invstd, weight, bias, column, valid)
         if added:
             z = tl.load(out + address, mask, 0.0).to(tl.float32)
-        passed_here = _through_activation(z, tl.load(gradient + address, mask, 0.0).to(tl.float32), silu)
+        passed_here = tl.where(z <= 0, 0.0, tl.load(gradient + address, mask, 0.0).to(tl.float32))  # NaN stays
         if added:
             tl.store(passed + address, passed_here, mask)
         grad_bias += tl.sum(passed_here, 0)
@@ -123,7 +115,7 @@ def _sum_gradient(
 @triton.jit
 def _apply_gradient(
     gradient, x, weight, bias, mean, invstd, sums, grad_x, pixels, channels,
-    masked: tl.constexpr, silu: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    masked: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of x; `masked`: `gradient` already contains ReLU's mask."""
     column = tl.program_id(1) * columns + tl.arange(0, columns)
@@ -132,7 +124,7 @@ def _apply_gradient(
     scaled, z = _normalised(x, address, mask, mean, invstd, weight, bias, column, valid)
     passed = tl.load(gradient + address, mask, 0.0).to(tl.float32)
     if not masked:
-        passed = _through_activation(z, passed, silu)
+        passed = tl.where(z <= 0, 0.0, passed)  # NaN stays
     grad_bias = tl.load(sums + column, valid, 0.0) / pixels
     grad_weight = tl.load(sums + channels + column, valid, 0.0) / pixels
     factor = tl.load(invstd + column, valid, 0.0) * tl.load(weight + column, valid, 0.0).to(tl.float32)
@@ -149,10 +141,10 @@ def _sizes(x: Tensor) -> tuple[int, int, int, int]:
 
 def forward(
     x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
-    momentum: float, eps: float, silu: bool,
+    momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`norm_relu` of x [N, C, H, W] in NHWC."""
-    x, addend = _in_nhwc(x), x if shortcut is None else _in_nhwc(shortcut)
+    x, addend = in_nhwc(x), x if shortcut is None else in_nhwc(shortcut)
     pixels, channels, blocks, num_parts = _sizes(x)
     parts = torch.empty(num_parts, 2, channels, dtype=torch.float32, device=x.device)
     mean, invstd = (torch.empty(channels, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -163,30 +155,25 @@ def forward(
     )
     out, grid = torch.empty_like(x), (triton.cdiv(pixels, ROWS), blocks)
     added = shortcut is not None
-    _apply[grid](x, addend, weight, bias, mean, invstd, out, pixels, channels, added, silu, ROWS, COLUMNS)
+    _apply[grid](x, addend, weight, bias, mean, invstd, out, pixels, channels, added, ROWS, COLUMNS)
     return out, mean, invstd
 
 
 def backward(
-    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`norm_relu_backward` of x [N, C, H, W] in NHWC."""
-    gradient, x = _in_nhwc(gradient), _in_nhwc(x)
+    gradient, x = in_nhwc(gradient), in_nhwc(x)
     added = out is not None
     pixels, channels, blocks, num_parts = _sizes(x)
     parts = torch.empty(num_parts, 2, channels, dtype=torch.float32, device=x.device)
     grad_x, passed = torch.empty_like(x), torch.empty_like(x) if added else x.new_empty(0)
     scale, part_pixels = (weight, bias, mean, invstd), triton.cdiv(pixels, num_parts)
     _sum_gradient[blocks, num_parts](
-        gradient, x, x if out is None else _in_nhwc(out), *scale, parts, passed if added else x,
-        pixels, channels, part_pixels, added, silu, ROWS, COLUMNS,
+        gradient, x, x if out is None else in_nhwc(out), *scale, parts, passed if added else x,
+        pixels, channels, part_pixels, added, ROWS, COLUMNS,
     )  # fmt: skip
     sums, grid = parts.sum(0), (triton.cdiv(pixels, ROWS), blocks)
     masked = passed if added else gradient
-    _apply_gradient[grid](masked, x, *scale, sums, grad_x, pixels, channels, added, silu, ROWS, COLUMNS)
+    _apply_gradient[grid](masked, x, *scale, sums, grad_x, pixels, channels, added, ROWS, COLUMNS)
     return grad_x, passed, sums[1].to(weight.dtype, copy=True), sums[0].to(bias.dtype, copy=True)
-
-
-def _in_nhwc(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last)

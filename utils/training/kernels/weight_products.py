@@ -17,10 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, pad
 
 from utils.errors import ConfigError
-from utils.training.config import SpeedConfig
-from utils.training.kernels.build import use_layers
-from utils.training.kernels.conv.winograd import WinogradConv2d
-from utils.training.precision import Precision, has_bf16_kernels
+from utils.training.kernels.winograd import WinogradConv2d
 
 ROWS = 512  # pixels whose windows are gathered at a time: large enough for a fast product, small enough for the cache
 # Products are faster for more pairs of input and output channels than this. Measured with two threads, float32 with
@@ -101,26 +98,18 @@ class ProductConv2d(nn.Conv2d):
         return _ProductConvolution.apply(images, weight, bias, self.stride, self.padding)  # type: ignore[no-any-return]
 
 
-def use_products(config: SpeedConfig, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
-    """Turn convolutions of `model` into `ProductConv2d`, as `cpu_kernels` asks; return notes for the log. `ConfigError`
-    if it names weight_products and neither they nor winograd replace any."""
-    min_pairs = MIN_CHANNEL_PAIRS[torch.float32 if precision.level == "O0" else torch.bfloat16]
-
-    def replace() -> None:
-        found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module, min_pairs)]
-        if not found and not any(isinstance(module, WinogradConv2d) for module in model.modules()):
-            raise ConfigError(
-                "cpu_kernels [weight_products]: the network has no convolution with one group, no dilation, zero "
-                f"padding and more than {min_pairs} pairs of input and output channels, where products are faster"
-            )
-        for module in found:
-            module.__class__ = ProductConv2d
-
-    asked = config.cpu_kernel("weight_products")
-    is_fast = precision.level == "O0" or has_bf16_kernels()
-    if device.type != "cpu" or (asked == "auto" and not is_fast):
-        return []
-    return use_layers(asked, config, device, replace)
+def use_products(model: nn.Module, dtype: torch.dtype) -> None:
+    """Turn convolutions of `model`, which compute in `dtype`, into `ProductConv2d`. `ConfigError` if none fits and
+    `use_winograd` has replaced none either."""
+    min_pairs = MIN_CHANNEL_PAIRS[dtype]
+    found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module, min_pairs)]
+    if not found and not any(isinstance(module, WinogradConv2d) for module in model.modules()):
+        raise ConfigError(
+            "cpu_kernels [weight_products]: the network has no convolution with one group, no dilation, zero padding "
+            f"and more than {min_pairs} pairs of input and output channels, where products are faster"
+        )
+    for module in found:
+        module.__class__ = ProductConv2d
 
 
 def _fits(module: nn.Conv2d, min_pairs: int) -> bool:

@@ -6,27 +6,18 @@ elementwise. Over all channels and tiles the middle is one matrix product per po
 and 6 with 2.25, 3.24, 4 and 5.06 times fewer multiplications than a direct convolution. Backward reverses the steps:
 gradients need the transposed transforms and products of the same size. winograd.cpp has the transforms.
 
-A 2x2 max-pool after a convolution is computed as the tiles become outputs, so that the unpooled outputs are never
-stored.
-
 In bf16, images and planes are bf16; weights are transformed from float32, and their gradients are summed in float32.
 """
 
-import ctypes
-from collections import Counter
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import conv2d, max_pool2d
+from torch.nn.functional import conv2d
 
 from utils.errors import ConfigError
-from utils.training.config import SpeedConfig
-from utils.training.kernels.build import build_kernels, use_layers
-from utils.training.precision import Precision, has_bf16_kernels
+from utils.training.kernels.build import build, name_of, run
 
 # By number format of the images. In bf16, the rounding error relative to the outputs' standard deviation is 0.3 % for a
 # direct convolution, 0.4, 1.5 and 1.2 % with sides of 2, 3 and 4, but 5 % with 6.
@@ -88,48 +79,39 @@ class _Tiles:
         return self._run(name, self.dtype, tensors, images, self.height, self.width, channels)
 
     def _run(self, name: str, dtype: torch.dtype, tensors: tuple[Tensor, ...], *sizes: int) -> Tensor:
-        addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
-        symbol = f"{name}_{self.side}_{str(dtype).removeprefix('torch.')}"
-        ctypes.CFUNCTYPE(None).in_dll(build(), symbol)(*addresses, (ctypes.c_int64 * len(sizes))(*sizes))
+        run("winograd", f"{name}_{self.side}_{name_of(dtype)}", *tensors, torch.tensor(sizes))
         return tensors[-1]
 
 
 class _WinogradConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, side: int, pool: bool) -> Tensor:
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, side: int) -> Tensor:
         images = images.contiguous(memory_format=torch.channels_last)
         tiles = _Tiles(side, images)
         weights = tiles.weights_to_planes(weight)
         outputs, channels = weight.shape[:2]
-        sizes = len(images), outputs, *(size // 2 if pool else size for size in images.shape[2:])
+        sizes = len(images), outputs, *images.shape[2:]
         out = torch.empty(sizes, dtype=images.dtype, device="cpu", memory_format=torch.channels_last)
-        argmax = torch.empty_like(out, dtype=torch.uint8) if pool else None  # the largest's index in each 2 x 2
         for part in tiles.parts():
             pixels = tiles.empty_planes(part, channels)
             tiles.call("images_to_planes", images[part], pixels, channels=channels)
             products = torch.bmm(pixels, weights.mT, out=tiles.empty_planes(part, outputs))
-            if argmax is None:
-                tiles.call("planes_to_outputs", products, out[part], channels=outputs)
-            else:
-                tiles.call("planes_to_pooled", products, out[part], argmax[part], channels=outputs)
-        ctx.save_for_backward(images, weights, argmax)  # `weights` takes up to seven times the memory of `weight`
+            tiles.call("planes_to_outputs", products, out[part], channels=outputs)
+        ctx.save_for_backward(images, weights)  # `weights` takes up to seven times the memory of `weight`
         ctx.tiles = tiles
         return out if bias is None else out.add_(bias.view(1, -1, 1, 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        images, weights, argmax = ctx.saved_tensors
+        images, weights = ctx.saved_tensors
         tiles, wanted, (_, outputs, channels) = ctx.tiles, ctx.needs_input_grad, weights.shape
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         image_gradient = torch.empty_like(images) if wanted[0] else None
         weight_planes: Tensor | None = None  # the gradient of `weights`
         for part in tiles.parts():
             output_planes = tiles.empty_planes(part, outputs)
-            if argmax is None:
-                tiles.call("gradient_to_planes", gradient[part], output_planes, channels=outputs)
-            else:
-                tiles.call("pooled_to_planes", gradient[part], argmax[part], output_planes, channels=outputs)
+            tiles.call("gradient_to_planes", gradient[part], output_planes, channels=outputs)
             image_planes = tiles.empty_planes(part, channels)
             if wanted[1]:
                 tiles.call("images_to_planes", images[part], image_planes, channels=channels)
@@ -145,27 +127,20 @@ class _WinogradConvolution(torch.autograd.Function):
                 tiles.call("planes_to_gradient", image_planes, image_gradient[part], channels=channels)
         weight_gradient = tiles.planes_to_weights(weight_planes) if weight_planes is not None else None
         bias_gradient = gradient.sum((0, 2, 3), dtype=torch.float32) if wanted[2] else None
-        return image_gradient, weight_gradient, bias_gradient, None, None
+        return image_gradient, weight_gradient, bias_gradient, None
 
 
-def convolve(
-    images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair, *, pool: bool = False
-) -> Tensor:
-    """`conv2d` with one group and no dilation, by Winograd's method where that fits; equal up to rounding. `pool`: a
-    `max_pool2d` of 2 x 2 follows."""
+def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
+    """`conv2d` with one group and no dilation, by Winograd's method where that fits; equal up to rounding."""
     if torch.is_autocast_enabled("cpu") and images.is_cpu and images.dtype in SIDES:
         images = images.to(torch.get_autocast_dtype("cpu"))
     side = choose_side(images, weight, stride, padding)
     if side is None:
-        out = conv2d(images, weight, bias, stride, padding)
-    elif side == 1:
-        out = conv2d(images, weight[:, :, 1:2, 1:2], bias)
-    else:
-        fused = pool and not side % 2 and min(images.shape[2:]) > 1  # tiles consist of 2 x 2 squares
-        # float32 weights, so that they are transformed and their gradients summed in float32
-        out = _WinogradConvolution.apply(images, weight.float(), bias, side, fused)
-        pool = pool and not fused
-    return max_pool2d(out, 2) if pool else out
+        return conv2d(images, weight, bias, stride, padding)
+    if side == 1:
+        return conv2d(images, weight[:, :, 1:2, 1:2], bias)
+    # float32 weights, so that they are transformed and their gradients summed in float32
+    return _WinogradConvolution.apply(images, weight.float(), bias, side)  # type: ignore[no-any-return]
 
 
 def choose_side(images: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> int | None:
@@ -189,66 +164,23 @@ def choose_side(images: Tensor, weight: Tensor, stride: Pair, padding: Pair) -> 
 class WinogradConv2d(nn.Conv2d):
     """Conv2d with one group, no dilation and zero padding, by Winograd's method where that fits."""
 
-    pool = False
-
     def forward(self, images: Tensor) -> Tensor:
-        """Images [N, C, H, W] -> [N, out_channels, ...], half as high and wide with `pool`."""
+        """Images [N, C, H, W] -> [N, out_channels, ...]."""
         padding: Any = self.padding  # may be declared as a word
-        return convolve(images, self.weight, self.bias, self.stride, padding, pool=self.pool)  # type: ignore[arg-type]
+        return convolve(images, self.weight, self.bias, self.stride, padding)  # type: ignore[arg-type]
 
 
-class PooledWinogradConv2d(WinogradConv2d):
-    """WinogradConv2d without bias, followed by a 2x2 max-pool."""
-
-    pool = True
-
-
-def use_winograd(config: SpeedConfig, model: nn.Module, precision: Precision, device: torch.device) -> list[str]:
-    """Turn convolutions of `model` into `WinogradConv2d`, as `cpu_kernels` asks; return notes for the log.
-    `ConfigError` if it names winograd and none fits, or the kernels cannot be built."""
-
-    def replace() -> None:
-        found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module)]
-        if not found:
-            raise ConfigError(
-                "cpu_kernels [winograd]: the network has no 3x3 convolution with stride 1, padding 1, one group and at "
-                f"least {MIN_CHANNEL_PAIRS} pairs of input and output channels, both multiples of {CHANNELS}"
-            )
-        build()
-        for module in found:
-            module.__class__ = WinogradConv2d
-        _fuse_pools(model)
-
-    asked = config.cpu_kernel("winograd")
-    is_fast = precision.level == "O0" or has_bf16_kernels()
-    if device.type != "cpu" or (asked == "auto" and not is_fast):
-        return []
-    return use_layers(asked, config, device, replace)
-
-
-@cache
-def build() -> Any:
-    """Return the library of the transforms; `ConfigError` if the compiler fails."""
-    return build_kernels(Path(__file__).with_suffix(".cpp"), "cpu_kernels [winograd]")
-
-
-def _fuse_pools(model: nn.Module) -> None:
-    """Fuse each WinogradConv2d with the 2x2 max-pool after it in a Sequential, unless the convolution is also used
-    elsewhere."""
-    uses = Counter(module for _, module in model.named_modules(remove_duplicate=False))
-    for layers in model.modules():
-        if type(layers) is not nn.Sequential:
-            continue
-        for place in range(len(layers) - 1):
-            convolution, pool = layers[place], layers[place + 1]
-            ours = type(convolution) is WinogradConv2d and convolution.bias is None and uses[convolution] == 1
-            if ours and type(pool) is nn.MaxPool2d and _is_2x2(pool):
-                convolution.__class__, layers[place + 1] = PooledWinogradConv2d, nn.Identity()
-
-
-def _is_2x2(pool: nn.MaxPool2d) -> bool:
-    sizes = (pool.kernel_size, pool.stride, pool.padding, pool.dilation)
-    return sizes == (2, 2, 0, 1) and not pool.ceil_mode and not pool.return_indices
+def use_winograd(model: nn.Module) -> None:
+    """Turn convolutions of `model` into `WinogradConv2d`. `ConfigError` if none fits or the compiler fails."""
+    found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module)]
+    if not found:
+        raise ConfigError(
+            "cpu_kernels [winograd]: the network has no 3x3 convolution with stride 1, padding 1, one group and at "
+            f"least {MIN_CHANNEL_PAIRS} pairs of input and output channels, both multiples of {CHANNELS}"
+        )
+    build("winograd")
+    for module in found:
+        module.__class__ = WinogradConv2d
 
 
 def _fits(module: nn.Conv2d) -> bool:

@@ -12,12 +12,6 @@ namespace {
 
 constexpr int64_t LANES = 16;  // channels at a time, 64 bytes; the number of channels is a multiple of it
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
-typedef int32_t Places __attribute__((vector_size(LANES * sizeof(int32_t))));
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-// half as wide: gcc compares and selects elementwise if a vector is wider than the machine's
-typedef float Half __attribute__((vector_size(LANES / 2 * sizeof(float))));
-typedef int32_t HalfPlaces __attribute__((vector_size(LANES / 2 * sizeof(int32_t))));
-
 inline Lanes load(const float* from) { return read<Lanes>(from); }
 
 inline void store(Lanes value, float* to) { std::memcpy(to, &value, sizeof value); }
@@ -37,49 +31,6 @@ inline void store(Lanes value, bfloat16* to) {
     const HighBits high = __builtin_convertvector(round_to_bfloat16(read<Bits>(&value)), HighBits);
 #endif
     std::memcpy(to, &high, sizeof high);
-}
-
-inline Places load(const uint8_t* from) { return __builtin_convertvector(read<Bytes>(from), Places); }
-
-inline void store(Places value, uint8_t* to) {
-    const Bytes bytes = __builtin_convertvector(value, Bytes);
-    std::memcpy(to, &bytes, sizeof bytes);
-}
-
-// The value after storing it as the second argument's type.
-inline Lanes rounded(Lanes value, const float*) { return value; }
-
-inline Lanes rounded(Lanes value, const bfloat16*) {
-    bfloat16 numbers[LANES];
-    store(value, numbers);
-    return load(numbers);
-}
-
-// Replace the largest by `value`, at `place`, where `value` is larger or NaN.
-inline void take_larger(Lanes value, int place, Lanes& largest, Places& largest_place) {
-    Half values[2], most[2];
-    HalfPlaces places[2];
-    std::memcpy(values, &value, sizeof value);
-    std::memcpy(most, &largest, sizeof largest);
-    std::memcpy(places, &largest_place, sizeof largest_place);
-    for (int half = 0; half < 2; ++half) {
-        const HalfPlaces taken = (values[half] > most[half]) | (values[half] != values[half]);
-        most[half] = taken ? values[half] : most[half];
-        places[half] = taken ? HalfPlaces{} + place : places[half];
-    }
-    std::memcpy(&largest, most, sizeof largest);
-    std::memcpy(&largest_place, places, sizeof largest_place);
-}
-
-// `value` where `places` equals `place`, else 0.
-inline Lanes only_at(int place, Places places, Lanes value) {
-    Half values[2];
-    HalfPlaces known[2];
-    std::memcpy(values, &value, sizeof value);
-    std::memcpy(known, &places, sizeof places);
-    for (int half = 0; half < 2; ++half) values[half] = known[half] == place ? values[half] : Half{};
-    std::memcpy(&value, values, sizeof value);
-    return value;
 }
 
 // Lavin and Gray's B', G and A' (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1, infinity; 3
@@ -241,8 +192,8 @@ struct Sizes {
           across((width + side - 1) / side), plane((images * down * across + 1) * channels) {}
 };
 
-// One tile: `across` x `across` pixels of an image, pooled by `pool`, some of which may lie outside it.
-template <int across, int pool = 1>
+// One tile: `across` x `across` pixels of an image, some of which may lie outside it.
+template <int across>
 struct Tile {
     int64_t offset[across][across];  // of a pixel in the images; -1 outside
     int64_t first;                   // the tile's offset in the first plane
@@ -250,25 +201,24 @@ struct Tile {
     // Tiles lie `step` pixels apart, the first one `border` pixels outside.
     Tile(const Sizes& sizes, int64_t line, int64_t column, int64_t step, int64_t border)
         : first((line * sizes.across + column) * sizes.channels) {
-        const int64_t height = sizes.height / pool, width = sizes.width / pool;
         const int64_t image = line / sizes.down, top = line % sizes.down * step - border;
         const int64_t left = column * step - border;
         for (int i = 0; i < across; ++i)
             for (int j = 0; j < across; ++j) {
                 const int64_t y = top + i, x = left + j;
-                const bool inside = 0 <= y && y < height && 0 <= x && x < width;
-                offset[i][j] = inside ? ((image * height + y) * width + x) * sizes.channels : -1;
+                const bool inside = 0 <= y && y < sizes.height && 0 <= x && x < sizes.width;
+                offset[i][j] = inside ? ((image * sizes.height + y) * sizes.width + x) * sizes.channels : -1;
             }
     }
 };
 
 // task(tile) for each tile; a line is a row of tiles
-template <int across, int pool = 1, typename Task>
+template <int across, typename Task>
 void for_tiles(const Sizes& sizes, int64_t step, int64_t border, Task task) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < sizes.images * sizes.down; ++line)
         for (int64_t column = 0; column < sizes.across; ++column)
-            task(Tile<across, pool>(sizes, line, column, step, border));
+            task(Tile<across>(sizes, line, column, step, border));
 }
 
 // Transform LANES channels of one tile and store them at the offset `first` of each plane.
@@ -381,54 +331,6 @@ void planes_to_outputs(const Number* planes, Number* outputs, const int64_t* giv
     });
 }
 
-// The largest of each 2 x 2 outputs and its index, row by row. As in PyTorch, the first of equal outputs wins, and NaN
-// wins over any number. Pixels after the last whole square of an image are ignored.
-template <int side, typename Number>
-void planes_to_pooled(const Number* planes, Number* pooled, uint8_t* places, const int64_t* given) {
-    const Sizes sizes(side, given);
-    static_assert(side % 2 == 0);
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_tiles<side / 2, 2>(sizes, side / 2, 0, [&](const Tile<side / 2, 2>& squares) {
-        for (int64_t c = 0; c < sizes.channels; c += LANES) {
-            Lanes out[side][side];
-            from_planes<side, side + 2>(matrix, planes, sizes, squares.first + c, out);
-            for (int i = 0; i < side / 2; ++i)
-                for (int j = 0; j < side / 2; ++j) {
-                    if (squares.offset[i][j] < 0) continue;
-                    Lanes largest = rounded(out[2 * i][2 * j], pooled);
-                    Places place = {};
-#pragma GCC unroll 4
-                    for (int k = 1; k < 4; ++k)
-                        take_larger(rounded(out[2 * i + k / 2][2 * j + k % 2], pooled), k, largest, place);
-                    store(largest, pooled + squares.offset[i][j] + c);
-                    store(place, places + squares.offset[i][j] + c);
-                }
-        }
-    });
-}
-
-// `gradient_to_planes` for the gradient of a pooled image, which flows to the pixels that `places` names.
-template <int side, typename Number>
-void pooled_to_planes(const Number* gradient, const uint8_t* places, Number* planes, const int64_t* given) {
-    const Sizes sizes(side, given);
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    for_tiles<side / 2, 2>(sizes, side / 2, 0, [&](const Tile<side / 2, 2>& squares) {
-        for (int64_t c = 0; c < sizes.channels; c += LANES) {
-            Lanes in[side][side];
-            for (int i = 0; i < side / 2; ++i)
-                for (int j = 0; j < side / 2; ++j) {
-                    const int64_t offset = squares.offset[i][j];
-                    const Lanes value = offset < 0 ? Lanes{} : load(gradient + offset + c);
-                    const Places place = offset < 0 ? Places{} : load(places + offset + c);
-#pragma GCC unroll 4
-                    for (int k = 0; k < 4; ++k) in[2 * i + k / 2][2 * j + k % 2] = only_at(k, place, value);
-                }
-            write_planes<side + 2, side>(matrix, in, planes, sizes, squares.first + c);
-        }
-    });
-    write_zeros<side + 2>(planes, sizes);
-}
-
 // Overlapping tiles of an image add up, in float32; one thread computes all tiles of LANES channels of an image.
 template <int side, typename Number>
 void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* given) {
@@ -472,22 +374,13 @@ void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* g
     EXPORT(gradient_to_planes, side, Number, format)  \
     EXPORT(planes_to_outputs, side, Number, format)   \
     EXPORT(planes_to_gradient, side, Number, format)
-#define EXPORT_POOLED(side, Number, format)           \
-    EXPORT(planes_to_pooled, side, Number, format)    \
-    EXPORT(pooled_to_planes, side, Number, format)
-
 EXPORT_ALL(2, float, float32)
 EXPORT_ALL(3, float, float32)
 EXPORT_ALL(4, float, float32)
 EXPORT_ALL(6, float, float32)
-EXPORT_POOLED(2, float, float32)
-EXPORT_POOLED(4, float, float32)
-EXPORT_POOLED(6, float, float32)
 EXPORT_ALL(2, bfloat16, bfloat16)
 EXPORT_ALL(3, bfloat16, bfloat16)
 EXPORT_ALL(4, bfloat16, bfloat16)
-EXPORT_POOLED(2, bfloat16, bfloat16)
-EXPORT_POOLED(4, bfloat16, bfloat16)
 EXPORT(planes_to_weights, 2, float, float32)
 EXPORT(planes_to_weights, 3, float, float32)
 EXPORT(planes_to_weights, 4, float, float32)

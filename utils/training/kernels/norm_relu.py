@@ -1,0 +1,198 @@
+"""FUSE: BatchNorm in training, the addition of a shortcut, and ReLU as one function.
+
+Separately they make 13 passes over a feature map in forward and backward, 16 with a shortcut; fused, 8 and 11: the
+output is written once, and backward needs no pass for ReLU's mask. It recomputes the mask from what BatchNorm saves
+anyway; with a shortcut it reads the mask off the output, which the next convolution saves anyway.
+
+The layers stay what they are. Only the module that calls them one after the other is replaced, and it looks at each
+call whether the kernels can take the layers' place. So a layer that is called alone, shared or observed by a hook
+computes what it always did. On a GPU the kernels are in triton_kernels.py, on a CPU in norm_relu.cpp.
+"""
+
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from utils.errors import ConfigError
+from utils.training.kernels.build import build, in_nhwc, missing_compiler, name_of, run
+from utils.training.precision import Precision
+
+
+@torch.library.custom_op("resnet50_at_scale::norm_relu", mutates_args=("running_mean", "running_var"))
+def norm_relu(
+    x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor,
+    momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (relu(batch_norm(x) + shortcut), mean [C], 1 / deviation [C]), the last two in float32, of x [N, C, H, W]
+    and update the running statistics. On a CPU, x is float32 or bf16 in NHWC memory, the others float32."""
+    out, mean, invstd = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    name, added = ("forward", None) if shortcut is None else ("forward_added", in_nhwc(shortcut))
+    tensors = x, added, weight, bias, running_mean, running_var, mean, invstd, out
+    run("norm_relu", f"{name}_{name_of(x.dtype)}", *tensors, *_sizes(x), momentum, eps)
+    return out, mean, invstd
+
+
+@torch.library.custom_op("resnet50_at_scale::norm_relu_backward", mutates_args=())
+def norm_relu_backward(
+    gradient: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, shortcut, weight and bias. Without a shortcut `out` is None and its gradient empty."""
+    gradients = (
+        torch.empty_like(x), x.new_empty(0) if out is None else torch.empty_like(x),
+        torch.empty_like(weight), torch.empty_like(weight),
+    )  # fmt: skip
+    name, known = ("backward", x) if out is None else ("backward_added", out)
+    tensors = in_nhwc(gradient), x, known, weight, bias, mean, invstd, *gradients
+    run("norm_relu", f"{name}_{name_of(x.dtype)}", *tensors, *_sizes(x))
+    return gradients
+
+
+@norm_relu.register_kernel("cuda")
+def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from utils.training.kernels import triton_kernels
+
+    with torch.cuda.device(x.device):
+        return triton_kernels.forward(x, *others)
+
+
+@norm_relu_backward.register_kernel("cuda")
+def _(gradient: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from utils.training.kernels import triton_kernels
+
+    with torch.cuda.device(gradient.device):
+        return triton_kernels.backward(gradient, *others)
+
+
+class _NormReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shortcut: Tensor | None, weight: Tensor, bias: Tensor, *others: Any) -> Tensor:
+        out, mean, invstd = norm_relu(x, shortcut, weight, bias, *others)
+        ctx.save_for_backward(x, None if shortcut is None else out, weight, bias, mean, invstd)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        grad_x, grad_shortcut, grad_weight, grad_bias = norm_relu_backward(gradient, *saved)
+        return grad_x, None if saved[1] is None else grad_shortcut, grad_weight, grad_bias, None, None, None, None
+
+
+def normalise(norm: nn.Module, activation: nn.Module, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    """Return activation(norm(x) + shortcut) of features [N, C, H, W] and a shortcut of their shape."""
+    if _can_fuse(norm, activation) and norm.training and _fits(norm, x, shortcut):
+        usual: Any = norm  # with buffers and momentum
+        usual.num_batches_tracked.add_(1)
+        inputs = x, shortcut, norm.weight, norm.bias, norm.running_mean, norm.running_var, usual.momentum, norm.eps
+        return _NormReLU.apply(*inputs)  # type: ignore[no-any-return]
+    out = norm(x)
+    return activation(out if shortcut is None else out + shortcut)  # type: ignore[no-any-return]
+
+
+def _can_fuse(norm: nn.Module, activation: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
+    """Whether these are PyTorch's own layers with the usual settings, and nobody observes or replaces their calls."""
+    if type(norm) is not nn.BatchNorm2d or type(activation) is not nn.ReLU:
+        return False
+    calls = [
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in (norm, activation)
+    ]
+    usual = norm.affine and norm.track_running_stats and norm.momentum is not None
+    return usual and not any(calls) and "forward" not in vars(norm) and "forward" not in vars(activation)
+
+
+def _fits(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None) -> bool:
+    """Whether the kernels take this input; where they do not, PyTorch's layers compute or report what is wrong."""
+    if x.dim() != 4 or x.shape[1] != norm.num_features or x.numel() <= x.shape[1]:  # one value has no deviation
+        return False
+    if shortcut is not None and (shortcut.shape, shortcut.dtype) != (x.shape, x.dtype):
+        return False
+    if x.is_cuda:
+        return x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    channels: Any = norm.weight, norm.bias, norm.running_mean, norm.running_var
+    plain = all(value.dtype == torch.float32 and value.is_contiguous() for value in channels)
+    nhwc = x.is_cpu and x.is_contiguous(memory_format=torch.channels_last)
+    return plain and nhwc and x.dtype in (torch.float32, torch.bfloat16)
+
+
+class FusedSequential(nn.Sequential):
+    """Sequential that fuses BatchNorm and ReLU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [N, C, H, W] -> what the last layer returns."""
+        layers = list(self)
+        while layers:
+            layer = layers.pop(0)
+            x = normalise(layer, layers.pop(0), x) if layers and type(layer) is nn.BatchNorm2d else layer(x)
+        return x
+
+
+class FusedBasicBlock(BasicBlock):
+    """torchvision's block with fused layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [N, C, H, W] -> [N, channels, H / stride, W / stride]."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = normalise(self.bn1, self.relu, self.conv1(x))
+        return normalise(self.bn2, self.relu, self.conv2(out), shortcut)
+
+
+class FusedBottleneck(Bottleneck):
+    """torchvision's block with fused layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [N, C, H, W] -> [N, 4 x channels, H / stride, W / stride]."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = normalise(self.bn1, self.relu, self.conv1(x))
+        out = normalise(self.bn2, self.relu, self.conv2(out))
+        return normalise(self.bn3, self.relu, self.conv3(out), shortcut)
+
+
+class FusedResNet(ResNet):
+    """torchvision's network with a fused stem."""
+
+    def _forward_impl(self, x: Tensor) -> Tensor:
+        x = self.maxpool(normalise(self.bn1, self.relu, self.conv1(x)))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+
+
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Sequential: FusedSequential, BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet,
+}  # fmt: skip
+
+
+def fuse_norms(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Let Sequentials, torchvision's residual blocks and its ResNets' stems in `model` fuse their layers. `ConfigError`
+    if none can, or the kernels cannot run here."""
+    half_norms = precision.casts_weights and not precision.keep_batchnorm_fp32
+    if device.type == "cpu" and half_norms:
+        raise ConfigError("fuse_norm_relu needs BatchNorm in float32 on a CPU; set keep_batchnorm_fp32")
+    if device.type == "cuda":
+        missing = "Triton; pip install triton" if find_spec("triton") is None else missing_compiler(device)
+        if missing:
+            raise ConfigError(f"fuse_norm_relu needs {missing}; else set fuse_norm_relu to false")
+    found = []
+    for module in model.modules():
+        if type(module) is nn.Sequential:
+            pairs = list(pairwise(module))
+        else:
+            pairs = [(module.bn1, module.relu)] if type(module) in FUSED else []  # type: ignore[list-item]
+        if any(_can_fuse(*pair) for pair in pairs):
+            found.append(module)
+    if not found:
+        raise ConfigError("fuse_norm_relu: the network has no BatchNorm2d before ReLU that can be fused; use false")
+    if device.type == "cpu":
+        build("norm_relu")
+    for module in found:
+        module.__class__ = FUSED[type(module)]
+
+
+def _sizes(x: Tensor) -> tuple[int, int]:
+    """Return (pixels, channels)."""
+    return x.numel() // x.shape[1], x.shape[1]
