@@ -10,6 +10,7 @@ Each function does, in this process, what a command does: train.py, tools.predic
 prints an error and ends, the function raises it: `ExpectedError` and its kinds, which can be imported from here.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -79,9 +80,9 @@ def train(
     run. The other arguments are train.py's options.
 
     Raises `Stopped` if the kernel's interrupt button stopped it; everything is saved then."""
-    chosen = load_config(Path(yaml_config), config, as_settings(overrides))
-    folder = Path(run_dir) if run_dir else Path("expts") / config
-    Trainer(chosen, alone(chosen), folder, config, str(resume)).train()
+    chosen = load_config(Path(yaml_config).expanduser(), config, as_settings(overrides))
+    folder = Path(run_dir).expanduser() if run_dir else Path("expts") / config
+    Trainer(chosen, alone(chosen), folder, config, os.path.expanduser(resume)).train()
     metrics = folder / "metrics.jsonl"
     ends = read_records(metrics, "end")  # none in a folder that began with a checkpoint of a finished run
     return Run(folder, ends[-1] if ends else {}, read_records(metrics, "epoch"))
@@ -91,7 +92,7 @@ def load(run: str | Path, **overrides: Any) -> Loaded:
     """Return the network of a run's folder (its last checkpoint) or of a checkpoint, in evaluation mode.
 
     Warns of what it skipped or ignores, such as a damaged checkpoint."""
-    trained = open_trained(Path(run), as_settings(overrides))
+    trained = open_trained(Path(run).expanduser(), as_settings(overrides))
     world = alone(trained.config)
     classifier = load_classifier(trained, world)
     for note in [*trained.notes, *classifier.notes]:
@@ -103,5 +104,5 @@ def load(run: str | Path, **overrides: Any) -> Loaded:
 def evaluate(run: str | Path, data: str | Path | None = None, **overrides: Any) -> dict[str, Any]:
     """Return the figures of tools.evaluate for the run's validation images, or for the class folders in `data`."""
     changes = {"limit_valid_batches": None} if data else {}  # evaluate every image of a folder
-    trained = open_trained(Path(run), as_settings(changes | overrides))
-    return evaluate_trained(trained, Path(data) if data else None, alone(trained.config))
+    trained = open_trained(Path(run).expanduser(), as_settings(changes | overrides))
+    return evaluate_trained(trained, Path(data).expanduser() if data else None, alone(trained.config))

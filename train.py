@@ -12,9 +12,11 @@ other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, AL
 import os
 import signal
 
+from utils.errors import occupy_streams
 from utils.program import end_with_parent
 
 if __name__ == "__main__":
+    occupy_streams()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # torchrun; if it is killed, nothing else tells its ranks to stop
@@ -43,7 +45,7 @@ from utils.data.transforms.mix import BatchMix
 from utils.distributed.ddp import WARNINGS
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World, pin_near_gpu
-from utils.errors import ExpectedError, Stopped
+from utils.errors import ExpectedError, Stopped, complete_output
 from utils.run.checkpoint.io import save_checkpoint
 from utils.run.checkpoint.pretrained import Pretrained, read_pretrained
 from utils.run.checkpoint.state import Progress, RunState
@@ -101,7 +103,10 @@ class Trainer:
         self.batches = TrainingBatches(config, self.loaders.train, mix, self.watch, profiler, world.device)
 
         self.throughput = Throughput(world.world_size, self.clock)
-        self.progress = Progress(self.clock, self.throughput)
+        valid = self.loaders.valid.plan
+        images = min(valid.num_samples, (valid.limit or valid.num_samples) * valid.batch_size * world.world_size)
+        measures = {"images": images, "test_time_views": config.test_time_views, "ema_decay": config.ema_decay}
+        self.progress = Progress(self.clock, self.throughput, measures)
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
         screen, board = config.log_to_screen, config.log_to_tensorboard
         self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=config.log_to)
@@ -121,9 +126,9 @@ class Trainer:
         """Whether nothing is left to train."""
         return self._is_finished_with(self.progress.epoch, self.progress.best["acc1"])
 
-    def _is_finished_with(self, epochs: int, accuracy: float) -> bool:
+    def _is_finished_with(self, epochs: int, best_accuracy: float) -> bool:
         target = self.config.stop_at_accuracy
-        return epochs >= self.config.max_epochs or (target is not None and accuracy >= target)
+        return epochs >= self.config.max_epochs or (target is not None and best_accuracy >= target)
 
     # ---- the order of events
 
@@ -213,7 +218,8 @@ class Trainer:
         name = f"epoch {self.progress.epoch + 1}/{self.config.max_epochs}"
         self.log.start_bar(name, len(self.batches), self.progress.batch)
         self.requests.start_loop()
-        self.progress.start_epoch()
+        if not self.progress.batch:  # otherwise an earlier start began this epoch
+            self.progress.epoch_began = self.progress.seconds
         self.throughput.start_epoch()
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion) -> None:
@@ -221,13 +227,16 @@ class Trainer:
         `holdout_images`).
 
         `valid` is {} in an epoch without validation."""
-        test, is_best = dict[str, float](), False
+        progress, test = self.progress, dict[str, float]()
+        best = progress.best_with(valid)
         if valid:
-            if self.loaders.test is not None and self._is_finished_with(self.progress.epoch + 1, valid["acc1"]):
+            if self.loaders.test is not None and self._is_finished_with(progress.epoch + 1, best["acc1"]):
                 test = self._evaluate("test", self.loaders.test)
             self.learner.observe_validation(valid["loss"])
-            is_best = self.progress.record_accuracy(valid["acc1"])
-        self.progress.finish_epoch()
+            if not progress.is_complete(valid):
+                self.log.say(f"Only {valid['images']:.0f} images were validated: such an epoch is never the best one")
+        is_best = best is not progress.best
+        progress.finish_epoch(best)
         self.learner.sums.reset()
         values = {
             "loss/train": train["loss"],
@@ -253,7 +262,7 @@ class Trainer:
 
     def _log_end(self, valid: Metrics, test: Metrics, confusion: Confusion) -> Tensor:
         """Record the results; return the confusion matrix of all ranks, [true, predicted]."""
-        results = {f"best_{name}": value for name, value in self.progress.best.items()}
+        results = {f"best_{name}": self.progress.best[name] for name in ("acc1", "epoch")}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
         results |= {"seconds": self.progress.seconds, "images_per_sec": self.throughput.overall()}
         results |= self.meters.totals(self.throughput.total_images())
@@ -320,12 +329,11 @@ class Trainer:
 
     def _open_folder(self) -> OpenedRun | None:
         """Collective: lock the run's folder in the main process, and restore the checkpoint to resume from."""
-        learner = self.learner
         # for the folder's lock: less than the other ranks' timeout, but enough for an isolated rank of an earlier
         # launch to exit
         patience = 0.9 * self.config.rank_timeout_seconds
         opened = self.world.main_only(
-            lambda: open_run(self.folder, self.resume, self.config, learner, self.data, self._read_pretrained, patience)
+            lambda: open_run(self.folder, self.resume, self.state, self._read_pretrained, patience)
         )
         state, pretrained = self.world.broadcast((opened.state, opened.pretrained) if opened else (None, None))
         if pretrained is not None:
@@ -365,7 +373,8 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
         if arguments.dry_run:
             description = trainer.describe()  # on every rank, since a forward pass may contain collectives
             if world.is_main:
-                print(description)
+                with complete_output():
+                    print(description)
             return
         try:
             trainer.train()

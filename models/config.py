@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.base_config import KeyFlag, OneOf, SharedConfig
+from utils.base_config import KeyFlag, OneOf, PathText, SharedConfig
 from utils.user_code import FORMS
 
 TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -31,7 +31,7 @@ class ModelConfig(SharedConfig):
     al. (arXiv:1706.02677) train large batches so."""
     width: Annotated[int, Field(ge=1, le=64), KeyFlag.FIXED_ON_RESUME] = 1
     """Small ResNets and airbench: the first stage has 16 times this many channels. He uses 1, Page and Jordan 4."""
-    pretrained: Annotated[str, Field(min_length=1)] | None = None
+    pretrained: PathText | None = None
     """File of weights that a new run starts from; null: random weights. safetensors, a checkpoint of this program, or a
     state dict such as torchvision's .pth files; a head for another number of classes is replaced."""
 

@@ -1,11 +1,9 @@
 """Checkpoint files are written atomically, refused by name if damaged or unfit, and the newest good one is chosen."""
 
 import errno
-import fcntl
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -21,11 +19,12 @@ from tests.conftest import CIFAR100
 from tests.test_train import run
 from utils import files, seeds
 from utils.config.command_line import parse_arguments
-from utils.errors import CheckpointError, ConfigError, ExpectedError
+from utils.errors import CheckpointError, ExpectedError
 from utils.run import folder as run_folder
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.fit import check_settings
 from utils.run.checkpoint.io import encode, list_checkpoints, newest_good, read_checkpoint, save_checkpoint
+from utils.run.folder import open_run
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +46,31 @@ def saved(folder):
     return folder / "checkpoints"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def state(finished):
     return read_checkpoint(finished / "checkpoints/step-000000012.pt")
 
 
+@pytest.fixture
+def resume(tiny, one_rank, folder):
+    """resume(path): open the copied run from `path` without training; return what is opened, and its lock is free."""
+    state = train.Trainer(tiny(max_epochs=3, keep_checkpoints=9), one_rank).state
+
+    def open_from(path="auto", run_dir=folder):
+        opened = open_run(run_dir, str(path), state)
+        opened.lock.close()
+        return opened
+
+    return open_from
+
+
 def contents(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in ("train.log", ".lock")
-    }
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("train.log", ".lock")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def names(folder):
+    return [path.name for path in sorted(folder.iterdir())]
 
 
 def test_a_checkpoint_holds_exactly_the_keys_of_the_table_and_any_pytorch_reads_it(saved):
@@ -67,47 +80,47 @@ def test_a_checkpoint_holds_exactly_the_keys_of_the_table_and_any_pytorch_reads_
     assert content[-71:] == b"sha256:" + sha256(content[:-71]).hexdigest().encode()
 
 
-def truncate(content, generator):
-    return content[: generator.randrange(len(content))]
-
-
-def flip_a_byte(content, generator):
-    place = generator.randrange(len(content))
-    return content[:place] + bytes([content[place] ^ generator.randrange(1, 256)]) + content[place + 1 :]
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_a_byte])
+@pytest.mark.parametrize("damage", ["truncate", "flip a byte"])
 def test_damaged_anywhere_it_is_skipped_and_reported(saved, damage):
     newest = list_checkpoints(saved)[0]
     whole = newest.read_bytes()
     for seed in range(10):
-        damaged = damage(whole, random.Random(seed))
+        generator = random.Random(seed)
+        place = generator.randrange(len(whole))
+        flipped = bytes([whole[place] ^ generator.randrange(1, 256)])
+        damaged = whole[:place] + (flipped + whole[place + 1 :] if damage == "flip a byte" else b"")
         newest.write_bytes(damaged)
         path, good, complaints = newest_good(saved)
         assert path.name == "step-000000008.pt" and good["step"] == 8
         assert complaints == [f"{newest}: is damaged or not a checkpoint of this program ({len(damaged)} bytes)"], seed
 
 
-def test_the_log_names_skipped_checkpoints(tiny, one_rank, folder, saved):
+def test_the_log_names_skipped_checkpoints_and_lost_best_weights(resume, saved):
     for path in (newest := list_checkpoints(saved)[0]), saved / "best.pt":
         path.write_bytes(path.read_bytes()[:-1])
     best = read_checkpoint(saved / "step-000000008.pt")["best"]["epoch"]
-    trainer = run(tiny(max_epochs=3), one_rank, folder)
-    log = (folder / "train.log").read_text(encoding="utf-8")
-    assert f"Skipped: {newest}: is damaged" in log
-    assert f"Skipped: {saved / 'best.pt'}: is damaged" in log
-    assert f"The best weights so far, of epoch {best}, are lost: only later epochs count as best" in log
-    assert trainer.progress.best["epoch"] == 3 == read_checkpoint(saved / "best.pt")["epoch"]
+    opened = resume()
+    assert [note.partition(" (")[0] for note in opened.notes] == [
+        f"Skipped: {newest}: is damaged or not a checkpoint of this program",
+        f"Skipped: {saved / 'best.pt'}: is damaged or not a checkpoint of this program",
+        f"Resuming from {saved / 'step-000000008.pt'}: epoch 3, batch 0, step 8",
+        f"The best weights so far, of epoch {best}, are lost: only later epochs count as best",
+    ]
+    assert opened.state["best"] == checkpoint.NO_BEST and not (saved / "best.pt").exists()
 
 
-def test_no_good_one_is_an_error_of_status_4(tiny, one_rank, folder, saved):
-    for path in list_checkpoints(saved):
+@pytest.mark.parametrize("best", ["good", "damaged", "absent"])
+def test_without_a_good_one_it_is_an_error_of_status_4_that_offers_a_best_one_only_if_it_is_good(folder, resume, best):
+    saved = folder / "checkpoints"
+    for path in [*list_checkpoints(saved), *([saved / "best.pt"] if best == "damaged" else [])]:
         path.write_bytes(b"nothing")
+    if best == "absent":
+        (saved / "best.pt").unlink()
     before = contents(folder)
     with pytest.raises(CheckpointError, match=r"step-000000012.pt: is damaged .*\n.*--resume never") as raised:
-        run(tiny(), one_rank, folder)
-    assert f"--resume {saved / 'best.pt'} resumes from the best one" in str(raised.value)
-    assert raised.value.exit_status == 4
+        resume()
+    offered = f"--resume {saved / 'best.pt'} resumes from the best one" in str(raised.value)
+    assert offered is (best == "good") and raised.value.exit_status == 4
     assert contents(folder) == before
 
 
@@ -121,11 +134,8 @@ def test_the_last_few_are_kept(tmp_path, state):
 
 
 class _Bomb:
-    def __init__(self, path):
-        self.path = path
-
     def __reduce__(self):
-        return (Path.touch, (self.path,))
+        return (Path.touch, (Path("sprung"),))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +143,7 @@ class _Bomb:
     [
         ({"format": checkpoint.FORMAT + 1}, "is not a checkpoint of this version"),  # and no older one is used instead
         ({"best": "the best"}, "is not a checkpoint of this version"),
-        ({"average": _Bomb(Path("sprung"))}, "holds more than tensors and plain values"),
+        ({"average": _Bomb()}, "is no file of torch.save with only tensors and plain values"),
     ],
 )
 def test_another_versions_or_programs_file_is_refused(saved, state, monkeypatch, change, message):
@@ -146,17 +156,17 @@ def test_another_versions_or_programs_file_is_refused(saved, state, monkeypatch,
     assert not Path("sprung").exists()
 
 
-def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, one_rank, folder):
-    before = contents(folder)
-    for change, named in (
-        ({"model": "resnet20"}, "model 'resnet8' -> 'resnet20'"),
-        ({"batch_size": 16}, "batch_size 32 -> 16"),
-        ({"seed": 5}, "seed 0 -> 5"),
-        ({"optimizer": "adamw"}, "optimizer 'sgd' -> 'adamw'"),
-    ):
-        with pytest.raises(CheckpointError, match=f"does not fit this configuration: {named}\\n"):
-            run(tiny(**change), one_rank, folder, resume=str(folder))
-    assert contents(folder) == before
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("model", "resnet20", "model 'resnet8' -> 'resnet20'"), ("batch_size", 16, "batch_size 32 -> 16"),
+        ("seed", 5, "seed 0 -> 5"), ("optimizer", "adamw", "optimizer 'sgd' -> 'adamw'"),
+    ],
+)  # fmt: skip
+def test_another_model_batch_or_order_is_refused_with_what_differs(tiny, key, value, named):
+    saved = tiny().model_dump(mode="json")
+    with pytest.raises(CheckpointError, match=f"does not fit this configuration: {named}\\n"):
+        check_settings(Path("file"), saved, tiny(**{key: value}), automatic=False)
 
 
 def test_a_checkpoint_older_than_a_setting_fits(tiny):
@@ -165,7 +175,7 @@ def test_a_checkpoint_older_than_a_setting_fits(tiny):
     assert check_settings(Path("file"), saved, tiny(), automatic=True) == []
 
 
-def test_other_tensors_are_refused_by_name(tiny, one_rank, folder, saved):
+def test_other_tensors_are_refused_by_name(tiny, one_rank, folder):
     """Tensors of another network, and an optimizer with other groups of parameters."""
     before, trainer = contents(folder), train.Trainer(tiny(max_epochs=3), one_rank, folder)
     momentum = next(iter(trainer.learner.optimizer.param_groups))["params"]
@@ -184,9 +194,35 @@ def test_other_tensors_are_refused_by_name(tiny, one_rank, folder, saved):
 def test_what_may_change_is_logged_and_used(tiny, one_rank, folder):
     trainer = run(tiny(max_epochs=4, lr=0.05, data_path="/" + 80 * "x"), one_rank, folder, resume=str(folder))
     log = (folder / "train.log").read_text()
-    assert "Resuming with another lr 0.1 -> 0.05" in log
-    assert f"Resuming with another data_path './data' -> '/{55 * 'x'}...\n" in log
+    assert "Resuming with another lr 0.1 -> 0.05" in log and "bits" not in log
+    assert f"Resuming with another data_path './data' -> '/{58 * 'x'}\n" in log
     assert trainer.learner.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_resume_with_other_threads_versions_or_processors_says_that_the_bits_may_differ(resume, saved, state):
+    """They add in another order. The stored versions are compared with the present ones."""
+    other = {"torch": "2.0.0", "threads": 999, "instruction_set": "AVX", "device": "a GPU"}
+    (saved / "step-000000012.pt").write_bytes(encode(state | {"versions": other}))
+    (note,) = [note for note in resume().notes if "last bits" in note]
+    assert all(f"{key} {value!r} -> " in note for key, value in other.items()) and note.count("\n") == 0
+
+
+def test_a_best_accuracy_over_another_validation_set_is_no_longer_the_best(tiny, one_rank, tmp_path):
+    """All 100 % of 30 images would stay the best for ever."""
+    few, all_images = tiny(max_epochs=1, limit_valid_batches=1, valid_batch_size_per_gpu=30), tiny(max_epochs=2)
+    run(few, one_rank, tmp_path)
+    (path,) = list_checkpoints(tmp_path / "checkpoints")
+    state = read_checkpoint(path)
+    assert (state["best"]["images"], state["best"]["measures"]["images"]) == (30, 30)
+    for name in (path.name, "best.pt"):
+        (path.parent / name).write_bytes(encode(state | {"best": state["best"] | {"acc1": 1.0}}))
+    trainer = run(all_images, one_rank, tmp_path, resume=str(tmp_path))
+    assert trainer.progress.best["epoch"] == 2 and trainer.progress.best["acc1"] < 1
+    assert read_checkpoint(path.with_name("best.pt"))["epoch"] == 2
+    line = "Validation has changed (images 30 -> 200): 100.00% of epoch 1 cannot be compared"
+    assert line in (tmp_path / "train.log").read_text()
+    run(few, one_rank, tmp_path, resume=str(tmp_path))  # nothing is left to train: the best stays
+    assert read_checkpoint(path.with_name("best.pt"))["epoch"] == 2
 
 
 # ---- random states
@@ -221,23 +257,22 @@ def test_every_rank_and_step_draws_from_a_seed_of_its_own():
 
 
 def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch):
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     path = tmp_path / "file"
     files.write_atomically(path, b"old")
-    monkeypatch.setattr(os, "fsync", _no_space)
+    monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(ExpectedError, match="file: cannot be written: No space left on device; an earlier version"):
         files.write_atomically(path, b"new")
     assert contents(tmp_path) == {"file": b"old"}
-
-
-def _no_space(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, state):
     broken = {"fine": torch.ones(2), "bad": torch.tensor([1.0, float("inf")])}
     with pytest.raises(ExpectedError, match=r"after step 12, 1 of the network's 2 tensors .* first bad;.*\na lower lr"):
         save_checkpoint(tmp_path, state | {"model": broken}, 2, is_best=False)
-    assert not list(tmp_path.iterdir())
+    assert names(tmp_path) == []
 
 
 def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, tmp_path, monkeypatch):
@@ -263,7 +298,6 @@ def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, t
 
 def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, one_rank, tmp_path, monkeypatch):
     """Otherwise the run would count as finished without its best weights. The next start removes temporary files."""
-
     written = []
 
     def write_and_die(path, content):
@@ -271,7 +305,8 @@ def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, one_rank, tmp
         files.write_atomically(path, content)
         written.append(path)
         if len(written) == 3:
-            path.with_name(".step-000000008.pt.123.tmp").write_bytes(b"half")
+            (tmp_path / "checkpoints/.step-000000008.pt.123.tmp").write_bytes(b"half")
+            (tmp_path / ".config.yaml.123.0a.tmp").write_bytes(b"half")
             raise KeyboardInterrupt
 
     config = tiny(max_epochs=1, checkpoint_every_steps=2)
@@ -280,48 +315,10 @@ def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, one_rank, tmp
         run(config, one_rank, tmp_path)
     trainer = run(config, one_rank, tmp_path)
     assert trainer.progress.best["epoch"] == 1 == read_checkpoint(tmp_path / "checkpoints/best.pt")["epoch"]
-    assert not list((tmp_path / "checkpoints").glob(".*"))
+    assert not [*tmp_path.rglob(".*.tmp")]
 
 
 # ---- run folders
-
-
-def test_a_second_run_in_one_folder_is_refused(tiny, one_rank, tmp_path, monkeypatch):
-    trainer, refused = train.Trainer(tiny(max_epochs=1), one_rank, tmp_path), []
-    validate = trainer.validate_one_epoch
-
-    def start_another():
-        before = contents(tmp_path)
-        for resume in ("auto", "never"):
-            with pytest.raises(ConfigError, match=r"another run is writing here.*; wait for it or choose another"):
-                run(tiny(max_epochs=1), one_rank, tmp_path, resume=resume)
-        assert contents(tmp_path) == before
-        refused.append(True)
-        return validate()
-
-    monkeypatch.setattr(trainer, "validate_one_epoch", start_another)
-    trainer.train()
-    assert refused == [True]
-
-
-def wait_for(ready, enough):
-    ready.set()
-    enough.wait(60)
-
-
-def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
-    context = multiprocessing.get_context("fork")
-    ready, enough = context.Event(), context.Event()
-    lock = files.lock_folder(tmp_path / "run")
-    worker = context.Process(target=wait_for, args=(ready, enough), daemon=True)
-    worker.start()
-    assert ready.wait(60)
-    with pytest.raises(ConfigError, match="another run is writing here"):
-        files.lock_folder(tmp_path / "run")  # and the worker's copy does not release it
-    lock.close()
-    files.lock_folder(tmp_path / "run").close()
-    enough.set()
-    worker.join()
 
 
 @pytest.mark.parametrize("name", ["checkpoints/best.pt", "deep/best.pt"])
@@ -330,47 +327,69 @@ def test_a_run_can_resume_from_a_checkpoint_in_the_folder_that_is_moved_aside(ti
     if not (folder / name).exists():
         (folder / "checkpoints/best.pt").rename(folder / name)
     trainer = run(tiny(max_epochs=4, keep_checkpoints=9), one_rank, folder, resume=str(folder / name))
-    best = int(trainer.progress.best["epoch"])
-    assert trainer.progress.epoch == 4 and best > 0
+    assert trainer.progress.epoch == 4 and trainer.progress.best["epoch"] > 0
     assert folder.with_name("run.1").exists() == name.startswith("deep")
 
 
-def test_another_runs_checkpoint_of_the_same_step_overwrites_none(tiny, one_rank, folder, saved):
-    run(tiny(max_epochs=1, num_data_workers=1), one_rank, folder.with_name("other"))
+def test_resume_path_copies_the_checkpoints_into_the_run(resume, saved, tmp_path):
+    """So a kill before the next save loses nothing, and the best weights are never missing."""
+    opened = resume(tmp_path / "run", tmp_path / "second")
+    assert opened.state["best"]["epoch"] > 0
+    assert names(tmp_path / "second/checkpoints") == ["best.pt", "step-000000012.pt"]
+    for name, step in (("best.pt", 4 * opened.state["best"]["epoch"]), ("step-000000012.pt", 12)):
+        assert read_checkpoint(tmp_path / "second/checkpoints" / name)["step"] == step
+    (saved / "best.pt").unlink()
+    assert resume(tmp_path / "run", tmp_path / "third").state["best"]["epoch"] == 0
+
+
+def test_going_back_sets_aside_later_checkpoints_and_of_each_name_only_the_last(resume, saved, state):
+    later = encode(state | {"best": {"acc1": 0.9, "epoch": 3}})  # as if the accuracy had risen
+    for step, kept, best in ((8, [4, 8], 0), (4, [4], 0), (4, [4], 0)):
+        (saved / "best.pt").write_bytes(later)
+        assert resume(saved / f"step-00000000{step}.pt").state["best"]["epoch"] == best
+        assert sorted(read_checkpoint(path)["step"] for path in list_checkpoints(saved)) == kept
+        assert (saved / "best.pt.1").read_bytes() == later and not (saved / "best.pt").exists()
+    assert names(saved) == ["best.pt.1", "step-000000004.pt", "step-000000008.pt.1", "step-000000012.pt.1"]
+
+
+def test_resuming_from_the_best_keeps_older_checkpoints(resume, saved):
+    (saved / "step-000000008.pt").rename(saved / "best.pt")
+    resume(saved / "best.pt")
+    assert [path.name for path in list_checkpoints(saved)] == ["step-000000008.pt", "step-000000004.pt"]
+    assert (saved / "step-000000012.pt.1").exists()
+
+
+def test_another_runs_checkpoint_of_the_same_step_overwrites_none(resume, saved, state):
     before = (saved / "step-000000004.pt").read_bytes()
-    shutil.copy(folder.with_name("other") / "checkpoints/step-000000004.pt", saved / "step-000000099.pt")
-    run(tiny(max_epochs=1, keep_checkpoints=9), one_rank, folder, resume=str(folder))
+    other = encode(state | {"step": 4, "seconds": 1.5})
+    (saved / "step-000000099.pt").write_bytes(other)
+    resume(saved / "step-000000099.pt")
+    assert (saved / "step-000000004.pt").read_bytes() == other
     assert (saved / "step-000000004.pt.1").read_bytes() == before
 
 
-def test_a_start_killed_while_it_goes_back_loses_nothing(tiny, one_rank, finished, tmp_path, monkeypatch):
+def test_a_start_killed_while_it_goes_back_loses_nothing(resume, finished, tmp_path, monkeypatch):
     """Going back to step 4 of 12 moves two checkpoints and cuts the records; a kill comes before one of these."""
-    config = tiny(max_epochs=3, keep_checkpoints=9)
+
+    def interrupted(function):
+        def call_or_interrupt(*arguments):
+            if next(remaining, None) is None:
+                raise KeyboardInterrupt
+            return function(*arguments)
+
+        return call_or_interrupt
+
     for event in (1, 2, 3):
         folder = shutil.copytree(finished, tmp_path / f"run-{event}")
-        command = str(folder / "checkpoints/step-000000004.pt")
-        with monkeypatch.context() as patch:
+        step_4 = folder / "checkpoints/step-000000004.pt"
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             remaining = iter(range(1, event))
             for function in ("_set_aside", "_cut_records"):
-                patch.setattr(run_folder, function, _interrupted_after(remaining, getattr(run_folder, function)))
-            with pytest.raises(KeyboardInterrupt):
-                run(config, one_rank, folder, resume=command)
+                patch.setattr(run_folder, function, interrupted(getattr(run_folder, function)))
+            resume(step_4, folder)
         steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert max(steps) >= read_checkpoint(list_checkpoints(folder / "checkpoints")[0])["step"]
-        run(config, one_rank, folder, resume=command)
-        states = [read_checkpoint(path / "checkpoints/step-000000012.pt") for path in (folder, finished)]
-        assert all(torch.equal(value, states[1]["model"][name]) for name, value in states[0]["model"].items()), event
-
-
-def _interrupted_after(remaining, function):
-    """Replace `function` by one that raises KeyboardInterrupt once the iterator `remaining` is exhausted."""
-
-    def call_or_interrupt(*arguments):
-        if next(remaining, None) is None:
-            raise KeyboardInterrupt
-        return function(*arguments)
-
-    return call_or_interrupt
+        assert resume(step_4, folder).state["step"] == 4 and list_checkpoints(folder / "checkpoints") == [step_4]
 
 
 def test_damaged_lines_of_the_metrics_do_not_prevent_resuming(tiny, one_rank, folder):
@@ -380,26 +399,8 @@ def test_damaged_lines_of_the_metrics_do_not_prevent_resuming(tiny, one_rank, fo
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()][-1] == 16
 
 
-def test_a_start_that_fails_after_moving_the_earlier_run_aside_leaves_no_lock(tiny, one_rank, folder, monkeypatch):
-    """Also while the error is kept, as in a notebook. The message names the folder."""
-    monkeypatch.setattr(run_folder, "_records", _no_space)
-    with pytest.raises(ExpectedError, match=f"{folder}: cannot be used: No space left") as kept:
-        run(tiny(max_epochs=1), one_rank, folder, resume="never")
-    assert folder.with_name("run.1").exists() and kept.value.__traceback__
-    files.lock_folder(folder).close()
-
-
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    def refuse(file, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match=r"run: .*cannot lock a file \(No locks available\).*--run-dir.*-o flock"):
-        files.lock_folder(tmp_path / "run")
-
-
-def test_the_working_directory_can_be_the_run_folder(tiny, one_rank, folder, monkeypatch):
+def test_the_working_directory_can_be_the_run_folder(resume, folder, monkeypatch):
     monkeypatch.chdir(folder)
     run_dir = parse_arguments([f"--yaml_config={CIFAR100}", "--run-dir=tb_logs/.."]).run_dir
-    run(tiny(max_epochs=1), one_rank, run_dir, resume="never")
+    resume("never", run_dir)
     assert newest_good(folder.with_name("run.1") / "checkpoints")[1]["step"] == 12

@@ -84,7 +84,7 @@ def test_the_measured_peak_must_be_of_this_device(tmp_path, one_rank):
     assert read_peak(path, here, "float32") == 0.5 and read_peak(path, here, "bf16") is None
     assert measured_peak({}, "float32") is None
     for device, bench in (("another", "limits"), (here, "ladder")):
-        with pytest.raises(ConfigError, match=f"has {bench} of {device}; write one of this {here}"):
+        with pytest.raises(ConfigError, match=f"is a report of {bench} on {device}; expected limits on {here}"):
             read_peak(report(path, device, bench), here, "float32")
     path.write_text("[]")
     for wrong in (path, tmp_path / "absent"):

@@ -111,7 +111,7 @@ def test_torchvisions_file_gives_all_but_the_head(tiny, one_rank, tmp_path):
             r"'bn1.bias' float32 \[7\] -> float32 \[16\], 'fc.weight' float32 \[7, 64\] -> ",
         ),
         (lambda good: {"state_dict": good}, "does not hold a table of named tensors only"),
-        (lambda good: Path("/"), "holds more than tensors and plain values"),  # it would run code
+        (lambda good: Path("/"), "is no file of torch.save with only tensors and plain values"),  # it would run code
         (None, "cannot be read: No such file or directory"),
     ],
     ids=["missing", "head and more", "nested", "code", "nowhere"],

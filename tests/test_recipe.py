@@ -242,7 +242,7 @@ def test_epochs_that_are_not_validated_train_the_same(tiny, one_rank, tmp_path):
             assert here.get(tag) == (there[tag] if validated else None)
         assert here["loss/train"] == there["loss/train"]
     best = max((row["acc1/valid"], -row["epoch"]) for row in rarely if "acc1/valid" in row)
-    assert runs[1].progress.best == {"acc1": best[0], "epoch": -best[1]}
+    assert (runs[1].progress.best["acc1"], runs[1].progress.best["epoch"]) == (best[0], -best[1])
     log = (tmp_path / "2/train.log").read_text()
     assert log.count(", valid acc1=") == 3 and log.count("train acc1=") == 5
 
@@ -269,14 +269,12 @@ def test_a_run_ends_at_its_target_and_stays_finished(tiny, one_rank, tmp_path):
     assert len(epochs(tmp_path / "three")) == 3
 
 
-def test_of_equal_accuracies_the_first_is_the_best():
+def test_of_equal_accuracies_the_first_is_the_best_and_an_incomplete_validation_never():
     clock = Clock()
-    progress = Progress(clock, Throughput(1, clock))
-    seen = []
-    for accuracy in (0.5, 0.5, 0.4, 0.6):
-        seen.append(progress.record_accuracy(accuracy))
-        progress.finish_epoch()
-    assert seen == [True, False, False, True] and progress.best == {"acc1": 0.6, "epoch": 4}
+    progress = Progress(clock, Throughput(1, clock), {"images": 200})
+    for accuracy, images in ((1.0, 197), (0.5, 199), (0.5, 199), (1.0, 198), (0.6, 200), (0.9, 199), (0, 0)):
+        progress.finish_epoch(progress.best_with({"acc1": accuracy, "images": images} if images else {}))
+    assert progress.best == {"acc1": 0.6, "epoch": 5, "images": 200, "measures": {"images": 200}}
 
 
 # ---- refused combinations

@@ -20,9 +20,7 @@ from tests.processes import complaints, run_job
 from train import Trainer
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ExpectedError
-from utils.files import write_atomically
-from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint
-from utils.run.folder import open_run
+from utils.run.checkpoint.io import list_checkpoints
 from utils.run.logging.logger import RunLogger
 from utils.timing.clock import Clock
 from utils.training.checks.dry_run import activation_bytes_per_image
@@ -148,61 +146,6 @@ def test_every_random_generator_is_seeded(tiny, one_rank):
         numbers.append((random.random(), numpy.random.random(), torch.rand(1).item()))
     assert numbers[0] == numbers[1]
     assert all(one != other for one, other in zip(numbers[0], numbers[2], strict=True))
-
-
-def test_resume_path_copies_the_checkpoints_into_the_run(tiny, one_rank, tmp_path):
-    """So a kill before the next save loses nothing, and the best weights are never missing."""
-    run(tiny(max_epochs=2), one_rank, tmp_path / "first")
-    first = tmp_path / "first/checkpoints"
-    best = read_checkpoint(first / "best.pt")
-    trainer = Trainer(tiny(max_epochs=2), one_rank, tmp_path / "second", "tiny", str(tmp_path / "first"))
-    trainer.train_one_epoch = lambda: 1 / 0  # fails before the first save
-    trainer.config.__dict__["max_epochs"] = 3
-    with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    second = tmp_path / "second/checkpoints"
-    assert [path.name for path in list_checkpoints(second)] == ["step-000000008.pt"]
-    assert read_checkpoint(second / "best.pt")["best"] == best["best"]
-
-    (first / "best.pt").unlink()
-    trainer = run(tiny(max_epochs=3, lr=1e-9), one_rank, tmp_path / "third", resume=str(tmp_path / "first"))
-    assert (
-        trainer.progress.best["epoch"] == 3 == read_checkpoint(tmp_path / "third/checkpoints/best.pt")["best"]["epoch"]
-    )
-
-
-def test_going_back_renames_the_best_checkpoint_of_later_epochs(tiny, one_rank, tmp_path):
-    run(tiny(max_epochs=3, keep_checkpoints=9), one_rank, tmp_path)
-    folder = tmp_path / "checkpoints"
-    state = read_checkpoint(folder / "step-000000012.pt")
-    state["best"] = {"acc1": 0.9, "epoch": 3}  # as if the accuracy had risen
-    write_atomically(folder / "best.pt", encode(state))
-    later = (folder / "best.pt").read_bytes()
-    _open(tiny, one_rank, tmp_path, folder / "step-000000008.pt")
-    assert not (folder / "best.pt").exists() and (folder / "best.pt.1").read_bytes() == later
-    assert [path.name for path in list_checkpoints(folder)] == ["step-000000008.pt", "step-000000004.pt"]
-    (folder / "best.pt").write_bytes(later)
-    state = _open(tiny, one_rank, tmp_path, folder / "step-000000004.pt")
-    assert state["best"]["epoch"] == 0  # the best weights of the first epoch are gone
-    assert (folder / "best.pt.2").read_bytes() == later and not (folder / "best.pt").exists()
-
-
-def test_resuming_from_the_best_keeps_older_checkpoints(tiny, one_rank, tmp_path):
-    run(tiny(max_epochs=3, keep_checkpoints=9), one_rank, tmp_path)
-    folder = tmp_path / "checkpoints"
-    write_atomically(folder / "best.pt", (folder / "step-000000008.pt").read_bytes())
-    (folder / "step-000000008.pt").unlink()
-    _open(tiny, one_rank, tmp_path, folder / "best.pt")
-    assert [path.name for path in list_checkpoints(folder)] == ["step-000000008.pt", "step-000000004.pt"]
-    assert (folder / "step-000000012.pt.1").exists()
-
-
-def _open(tiny, one_rank, run_dir, resume):
-    """Resume without training; return the checkpoint's state."""
-    trainer = Trainer(tiny(max_epochs=3), one_rank)
-    opened = open_run(run_dir, str(resume), trainer.config, trainer.learner, trainer.data)
-    opened.lock.close()
-    return opened.state
 
 
 def test_a_linked_run_folder_stays_a_link(tiny, one_rank, tmp_path):

@@ -6,12 +6,13 @@ key's docstring is its comment in config/cifar100.yaml. Nothing here imports tor
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
 
 # PyTorch and NumPy overflow at integers over 32 bits.
@@ -20,6 +21,7 @@ PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]  # ~ is the home folder
 
 
 class KeyFlag(Enum):

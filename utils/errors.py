@@ -5,12 +5,13 @@ except a `PermissionError` that names a path.
 """
 
 import functools
+import io
 import os
 import re
-import select
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import ParamSpec, TextIO
 from unicodedata import normalize
 
@@ -64,14 +65,10 @@ def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]
 
     @functools.wraps(main)
     def guarded(*arguments: Parameters.args, **options: Parameters.kwargs) -> int:
+        occupy_streams()
         try:
-            status = main(*arguments, **options)
-            sys.stdout.flush()
-            return status
-        except BrokenPipeError:
-            if not reader_is_gone(sys.stdout):
-                raise
-            return 128 + signal.SIGPIPE
+            with complete_output():
+                return main(*arguments, **options)
         except ExpectedError as error:
             print_error(f"error: {error}")
             return error.exit_status
@@ -81,28 +78,72 @@ def exit_in_a_line(main: Callable[Parameters, int]) -> Callable[Parameters, int]
             print_error(f"error: {error.filename}: {error.strerror}; give a path that you may use")
             return 1
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+            print_error("interrupted")
             return 130
 
     return guarded
 
 
-def reader_is_gone(stream: TextIO) -> bool:
-    """Whether nobody reads this output any more, as after `| head`. If so, drop the rest of the output."""
-    pipe = select.poll()
-    pipe.register(stream.fileno(), 0)  # poll always reports errors
-    if not any(events & select.POLLERR for _, events in pipe.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def occupy_streams() -> None:
+    """Open the null device for each standard stream that is closed, so that no other file gets the number 0, 1 or 2,
+    and have characters escaped that the encoding of the output lacks."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opened with the lowest free number, this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+        if number and isinstance(getattr(sys, name), io.TextIOWrapper):
+            getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def complete_output() -> Iterator[None]:
+    """Flush the standard output after the block, which prints a command's result. Raises `ExpectedError` if it cannot
+    be written, and `SystemExit` with 141 if nobody reads it any more, as after `| head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or not _is_lost(sys.stdout):
+            raise
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        raise ExpectedError(f"standard output: {error.strerror}") from None
+
+
+def _is_lost(stream: TextIO) -> bool:
+    """Whether nothing can be written to a stream; then drop its output."""
+    try:
+        os.write(stream.fileno(), b"\n")
+    except OSError:
+        return drop(stream)
+    return False
+
+
+def drop(stream: TextIO) -> bool:
+    """Drop all output of a stream from here on, also what it still holds in its buffer."""
+    with suppress(OSError, AttributeError):  # a stream without a descriptor, as in a notebook
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return True
 
 
-def print_error(message: str) -> None:
-    """Print to stderr; drop the message and all later ones if nobody reads stderr any more or its disk is full."""
+def print_text(text: str, stream: TextIO) -> None:
+    """Print to the screen; drop this text and all later ones if nobody reads them any more or the disk is full."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
-        print(message, file=sys.stderr, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except (OSError, AttributeError):  # AttributeError: an object that has only `write`
+        drop(stream)
+
+
+def print_error(message: str) -> None:
+    """Print a line to stderr, as `print_text` does."""
+    print_text(f"{message}\n", sys.stderr)
 
 
 def unicode_note(unknown: Iterable[str], known: Iterable[str]) -> str:

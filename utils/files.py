@@ -61,11 +61,6 @@ def strict_json(value: Any, *, indent: int | None = None, default: Callable[[Any
         return json.dumps(finite, indent=indent)
 
 
-def user_path(text: str) -> Path:
-    """Return the path that a user gave, with a home folder for ~, which shells do not replace after `=`."""
-    return Path(os.path.expanduser(text))
-
-
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file so that at any moment either the whole old or the whole new one exists, also after a power cut;
     raise `ExpectedError` with the file's name if it cannot be written."""

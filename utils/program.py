@@ -1,8 +1,13 @@
 """The code's folder, the commands that start its programs, from a checkout or installed, and this process's end."""
 
+import argparse
 import ctypes
+import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 VERSION = "0.1.0"
 CODE = Path(__file__).resolve().parent.parent  # holds train.py, config/, tools/ ...
@@ -26,3 +31,13 @@ def module_command(name: str) -> list[str]:
 def end_with_parent(number: int) -> None:
     """Have the kernel send this process the signal `number` when its parent ends, even if that is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that expands a ~ at the start of a value, also after =, where a shell does not."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        words = sys.argv[1:] if args is None else args
+        home = re.compile("(^|=)(~[^/=]*)(?=/|$)")
+        expanded = [home.sub(lambda found: found[1] + os.path.expanduser(found[2]), word) for word in words]
+        return super().parse_known_args(expanded, namespace)

@@ -10,13 +10,12 @@ from typing import Any
 from utils.base_config import as_yaml
 from utils.config.command_line import not_empty
 from utils.errors import ConfigError
-from utils.files import user_path
-from utils.program import command
+from utils.program import Parser, command
 
 
 def new_parser(name: str, documentation: str | None, exit_status: str = "") -> argparse.ArgumentParser:
     """Return the parser of `python -m tools.NAME`. Its --help shows the module's docstring and the exit statuses."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=command(name), description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
@@ -39,8 +38,8 @@ at_least_one = partial(at_least, least=1)
 
 
 def path_argument(text: str) -> Path:
-    """Parse a path that is not empty, for argparse; ~ is the home folder."""
-    return user_path(not_empty(text))
+    """Parse a path that is not empty, for argparse."""
+    return Path(not_empty(text))
 
 
 def above_zero(text: str, unit: str) -> float:

@@ -4,7 +4,6 @@ import argparse
 import difflib
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -18,8 +17,8 @@ from utils.config import Config, list_blocks, load_config
 from utils.config.config import section
 from utils.config.messages import OTHER_NAMES, allowed, nearest_key, shortened, wrong_value
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
-from utils.errors import ConfigError, ExpectedError, reader_is_gone
-from utils.program import VERSION, command
+from utils.errors import ConfigError, ExpectedError, complete_output, print_error
+from utils.program import VERSION, Parser, command
 
 WIDTH = 100  # of explanations
 DESCRIPTION = """\
@@ -47,22 +46,27 @@ class Arguments:
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
     """Return the checked arguments. Raises SystemExit after --help, --list-configs and the like, and for errors."""
     try:
-        parser = _parser()
-        options, rest = parser.parse_known_args(argv)
-        if rest:
-            parser.refuse(rest, options.yaml_config)
-        if options.list_configs:
-            _print_and_exit(_describe_blocks(options.yaml_config))
-        _fill_in_job(options)
-        config = load_config(options.yaml_config, options.config, options.set)
-        if options.explain is not None:
-            _print_and_exit(_explain_keys(options.explain, config, options.config))
-        if options.print_config:
-            has_default = "default" in _block_names(options.yaml_config)
-            default = load_config(options.yaml_config, "default") if has_default else None
-            _print_and_exit(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
-    except ConfigError as error:
+        with complete_output():
+            return _parse(argv)
+    except ExpectedError as error:
         raise SystemExit(report_error(error)) from None
+
+
+def _parse(argv: Sequence[str] | None) -> Arguments:
+    parser = _parser()
+    options, rest = parser.parse_known_args(argv)
+    if rest:
+        parser.refuse(rest, options.yaml_config)
+    if options.list_configs:
+        _print_and_exit(_describe_blocks(options.yaml_config))
+    _fill_in_job(options)
+    config = load_config(options.yaml_config, options.config, options.set)
+    if options.explain is not None:
+        _print_and_exit(_explain_keys(options.explain, config, options.config))
+    if options.print_config:
+        has_default = "default" in _block_names(options.yaml_config)
+        default = load_config(options.yaml_config, "default") if has_default else None
+        _print_and_exit(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
     run_dir = _folder(options.run_dir) if options.run_dir else Path("expts") / options.config
     return Arguments(config, options.config, run_dir, options.resume, options.dry_run)
 
@@ -89,12 +93,12 @@ def report_error(error: ExpectedError) -> int:
             from utils.distributed.ranks import run_ranks
 
             return run_ranks(fail, "cpu", timeout=60)
-    print(f"error: {error}", file=sys.stderr)
+    print_error(f"error: {error}")
     return error.exit_status
 
 
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises `ConfigError` for bad usage, and suggests the nearest option or block."""
+class _Parser(Parser):
+    """A parser that raises `ConfigError` for bad usage, and suggests the nearest option or block."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -222,8 +226,5 @@ def _explain(key: str, config: Config, block: str) -> str:
 
 
 def _print_and_exit(text: str) -> NoReturn:
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:  # the reader, such as `| head`, has left; the flush at exit must not fail either
-        reader_is_gone(sys.stdout)
+    print(text, end="")
     raise SystemExit(0)

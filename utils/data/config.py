@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.base_config import KeyFlag, NonNegativeInt, OneOf, PositiveInt, SharedConfig
+from utils.base_config import KeyFlag, NonNegativeInt, OneOf, PathText, PositiveInt, SharedConfig
 from utils.user_code import OWN_FORM, OWN_PATTERN
 
 PerChannel = Field(strict=False, min_length=3, max_length=3)
@@ -37,7 +37,7 @@ class DatasetConfig(SharedConfig):
     """cifar100, cifar10, shapes (built in, needs no file), imagefolder, imagenet. The last two are images in class
     folders, data_path/train/CLASS/ and data_path/val/CLASS/, or shards packed by tools.prepare_data. Or your own
     package.module:function, which is called with data_path; docs/own_code.md describes its return value."""
-    data_path: Annotated[str, Field(min_length=1), KeyFlag.FREE_ON_RESUME] = "./data"
+    data_path: Annotated[PathText, KeyFlag.FREE_ON_RESUME] = "./data"
     """The folder that holds CIFAR's folder (binary or torchvision's), or train/ and val/, or shards.index."""
     cifar100_mean: Annotated[
         tuple[Annotated[float, Field(ge=0, le=1)], ...], PerChannel, KeyFlag.FREE_ON_RESUME

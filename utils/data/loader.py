@@ -52,9 +52,9 @@ def report_unreadable(world: World, loaders: Iterable[Loader], folder: Path) -> 
     unreadable, path = gather_unreadable(world, *loaders), folder / "unreadable.txt"
 
     def add_to_list() -> bool:
-        lines = (f"{name}\t{reason}".replace("\n", "\\n") for name, reason in unreadable.items())
+        lines = (f"{name}\t{reason}".replace("\r", "\\r").replace("\n", "\\n") for name, reason in unreadable.items())
         found = {line.encode(errors="surrogateescape") for line in lines}
-        listed = {*path.read_bytes().splitlines()} if path.exists() else set[bytes]()
+        listed = {*path.read_bytes().split(b"\n")} - {b""} if path.exists() else set[bytes]()
         if not found <= listed:
             write_atomically(path, b"".join(line + b"\n" for line in sorted(found | listed)))
         return not found <= listed

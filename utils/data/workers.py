@@ -19,7 +19,7 @@ def init_worker(worker: int) -> None:
     """
     # a batch that cannot be sent, as when /dev/shm is full, would be dropped, and the trainer would wait for ever
     Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from utils.base_config import KeyFlag, OneOf, PositiveInt, SharedConfig
+from utils.base_config import KeyFlag, OneOf, PathText, PositiveInt, SharedConfig
 
 # values in metrics.jsonl that differ between two equal runs
 MEASURED = frozenset({
@@ -24,7 +24,7 @@ class OutputConfig(SharedConfig):
         tuple[Annotated[str, OneOf(("wandb", "mlflow"))], ...], Field(strict=False), KeyFlag.FREE_ON_RESUME
     ] = ()
     """Also send the metrics to wandb or mlflow. Errors there never end a run."""
-    limits_report: Annotated[str | None, KeyFlag.FREE_ON_RESUME] = None
+    limits_report: Annotated[PathText | None, KeyFlag.FREE_ON_RESUME] = None
     """Report of `tools.bench limits` with the peak for MFU. It must be of this kind of device; null: the peak of
     NVIDIA's data sheets, for the devices in utils/training/metrics/flops.py."""
     log_freq: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 20

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import shlex
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +25,12 @@ from utils.files import FolderHeldError, lock_folder, name_file_in_error, sign_l
 from utils.run.checkpoint import fit
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.pretrained import Pretrained
-from utils.training.learner import Learner
+from utils.run.checkpoint.state import RunState
+from utils.run.logging.environment import describe_arithmetic
 
 POLL_SECONDS = 1.0  # between two attempts to lock a folder that an earlier start holds
 STARTS = ("start", "resume")  # kinds of the first record of a start in metrics.jsonl
+NOT_EQUAL = "the last bits of the results may differ from those of an uninterrupted run"
 ALWAYS_KEPT = (*STARTS, "stop", "lost")  # kinds kept when a run goes back to an earlier step
 
 State = dict[str, Any]  # of a checkpoint
@@ -50,9 +51,7 @@ class OpenedRun:
 def open_run(
     folder: Path,
     resume: str,
-    config: BaseConfig,
-    learner: Learner,
-    data: dict[str, Any],
+    run: RunState,
     read_pretrained: Callable[[], Pretrained | None] = lambda: None,
     patience: float = 0.0,
 ) -> OpenedRun:
@@ -62,7 +61,7 @@ def open_run(
     to `patience` seconds for an earlier start that still holds the folder. `read_pretrained` is called if there is
     nothing to resume.
     Raises `ExpectedError` and leaves the folder unchanged if another run holds it, or if the checkpoint does not fit
-    the configuration, the `learner` or the `data` (utils/run/checkpoint/fit.py).
+    the present `run` (utils/run/checkpoint/fit.py).
     """
     checkpoints, notes = folder / "checkpoints", list[str]()
     job = job_name(os.environ)
@@ -74,25 +73,30 @@ def open_run(
         again = restarted and earlier_job == job
         sign_lock(lock, earlier_job)
         source = _find_source(checkpoints, "auto" if again else resume, notes)
-        path, state, _ = source or (None, None, None)
         pretrained, note = (None if source else read_pretrained()) or (None, "")
         notes += [note] if note else []
-        if path is not None and state is not None:
+        path, state = None, None
+        if source is not None:
+            path, state, best = source
             automatic = resume == "auto" and not again
-            notes += fit.check_settings(path, state["config"], config, automatic=automatic)
-            fit.check_data(path, state["data"], data)
-            fit.check_tensors_fit(path, state, learner.model.state_dict(), learner.optimizer)
+            notes += fit.check_settings(path, state["config"], run.config, automatic=automatic)
+            fit.check_data(path, state["data"], run.data)
+            fit.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
+            if differing := fit.changed(state["versions"], describe_arithmetic(run.world.device)):
+                notes.append(f"Resuming with another {fit.shorten([*differing.values()])}: {NOT_EQUAL}")
+            if not _is_best(best, state, run, notes):
+                state, best = state | {"best": checkpoint.NO_BEST}, None
         if path is not None and path.parent.resolve() == checkpoints.resolve():
-            for temporary in checkpoints.glob(".*.tmp"):  # of killed writers
+            for temporary in (*folder.glob(".*.tmp"), *checkpoints.glob(".*.tmp")):  # of killed writers
                 temporary.unlink(missing_ok=True)
         elif checkpoints.exists() or (folder / "metrics.jsonl").exists():
             target = folder.resolve() if folder.is_symlink() else folder  # the link stays and leads to the new run
-            notes.append(f"The earlier run in {folder} is now in {_set_aside(target)}")
+            notes.append(f"The earlier run in {folder} is now in {target.rename(_free_name(target))}")
             lock.close()
             lock = undo.enter_context(lock_folder(target))
         checkpoints.mkdir(exist_ok=True)
-        if source is not None:
-            _adopt(folder, *source)
+        if path is not None and state is not None:
+            _adopt(folder, path, state, best)
         sign_lock(lock, job)
         reached = max((record["step"] for record in _records(folder / "metrics.jsonl")), default=0)
         undo.pop_all()
@@ -103,22 +107,18 @@ def _lock_in_time(folder: Path, patience: float) -> IO[str]:
     """Lock the folder. An earlier start of a restarted job may still hold it: one that is cut off from the other ranks
     and from the scheduler. It ends some time later."""
     end = time.monotonic() + patience
-    with suppress(FolderHeldError):
-        return lock_folder(folder)
-    if patience:
-        print(f"waiting up to {patience:g} s for an earlier start to leave {folder}", file=sys.stderr, flush=True)
-    while time.monotonic() < end:
-        time.sleep(POLL_SECONDS)
-        with suppress(FolderHeldError):
+    while True:
+        try:
             return lock_folder(folder)
-    return lock_folder(folder)
+        except FolderHeldError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(POLL_SECONDS)
 
 
 def _find_source(checkpoints: Path, resume: str, notes: list[str]) -> tuple[Path, State, State | None] | None:
-    """Return (path, state, state of best.pt) of the checkpoint to resume from, all read before anything is moved.
-
-    best.pt is used only if it was the best when the run wrote `path`. If it is damaged, missing or of a later step, the
-    best accuracy starts again from nothing."""
+    """Return (path, state, state of best.pt or None) of the checkpoint to resume from, all read before anything is
+    moved; None to start a new run."""
     if resume == "never":
         return None
     named = checkpoints if resume == "auto" else Path(resume)
@@ -140,17 +140,29 @@ def _find_source(checkpoints: Path, resume: str, notes: list[str]) -> tuple[Path
         return None
     best, best_path = None, path.with_name("best.pt")
     try:
-        if best_path.exists() and (found := checkpoint.read_checkpoint(best_path))["best"] == state["best"]:
-            best = found
+        best = checkpoint.read_checkpoint(best_path) if best_path.exists() else None
     except CheckpointError as error:
         complaints = [*complaints, str(error)]
     notes += [f"Skipped: {complaint}" for complaint in complaints]
     notes.append(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
-    if best is None:
-        if epoch := state["best"]["epoch"]:
-            notes.append(f"The best weights so far, of epoch {epoch}, are lost: only later epochs count as best")
-        state = state | {"best": checkpoint.NO_BEST}
     return path, state, best
+
+
+def _is_best(best: State | None, state: State, run: RunState, notes: list[str]) -> bool:
+    """Whether `best`, of best.pt, has the best weights of the checkpoint `state`, and this `run` validates as that did.
+    If not, the best accuracy starts again from nothing."""
+    found = state["best"]
+    differing = fit.changed(found.get("measures", {}), run.progress.measures)
+    lost = best is None or best["best"] != found  # damaged, missing, or of a later step
+    if found["epoch"] and lost:
+        notes.append(f"The best weights so far, of epoch {found['epoch']}, are lost: only later epochs count as best")
+    elif found["epoch"] and differing and state["epoch"] < run.learner.config.max_epochs:
+        lost = True
+        notes.append(
+            f"Validation has changed ({fit.shorten([*differing.values()])}): {found['acc1']:.2%} of epoch "
+            f"{found['epoch']} cannot be compared, so only later epochs count as best"
+        )
+    return not lost
 
 
 def _adopt(folder: Path, path: Path, state: State, best: State | None) -> None:
@@ -167,19 +179,20 @@ def _adopt(folder: Path, path: Path, state: State, best: State | None) -> None:
     for newer in checkpoint.list_checkpoints(checkpoints):
         if newer > last:  # damaged, abandoned, or wrongly named
             _set_aside(newer)
-    if own_best.exists() and best is None:  # of a later step, or damaged
+    if own_best.exists() and best is None:
         _set_aside(own_best)
     if not own_best.exists() and best is not None:
         write_atomically(own_best, checkpoint.encode(best))
     _cut_records(folder / "metrics.jsonl", state["step"], state["epoch"])
 
 
-def _set_aside(path: Path) -> Path:
-    """Rename a file or folder to the first free NAME.1, NAME.2 ... and return the new path."""
-    return path.rename(_free_name(path))
+def _set_aside(path: Path) -> None:
+    """Rename a checkpoint to NAME.1, in place of an earlier one: only the last one that was set aside is kept."""
+    path.replace(f"{path}.1")
 
 
 def _free_name(path: Path) -> Path:
+    """Return the first of NAME.1, NAME.2 ... that does not exist."""
     names = (Path(f"{path}.{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 

@@ -18,6 +18,10 @@ from utils.training.learner import Learner
 from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak, number_format, published_peak
 
 READ_SECONDS = 1.0  # between two readings of the GPU, at least
+READINGS = (  # value in the records, torch.cuda's function, its unit in that of the value
+    ("gpu_power_w", "power_draw", 1e-3), ("gpu_temperature_c", "temperature", 1.0),
+    ("gpu_clock_mhz", "clock_rate", 1.0), ("gpu_memory_gb", "device_memory_used", 1e-9),
+)  # fmt: skip
 
 
 class Meters:
@@ -67,15 +71,11 @@ class Meters:
 
 
 def read_gpu(device: torch.device) -> dict[str, float]:
-    """Return what a GPU reports now, of these values; {} on a CPU. All need the package nvidia-ml-py."""
-    values, cuda = dict[str, float](), torch.cuda
-    readings = (
-        ("gpu_power_w", cuda.power_draw, 1e-3), ("gpu_temperature_c", cuda.temperature, 1.0),
-        ("gpu_clock_mhz", cuda.clock_rate, 1.0), ("gpu_memory_gb", cuda.device_memory_used, 1e-9),
-    )  # fmt: skip
-    for name, read, unit in readings if device.type == "cuda" else ():
+    """Return what a GPU reports now, of READINGS; {} on a CPU. Needs the package nvidia-ml-py."""
+    values = dict[str, float]()
+    for name, function, unit in READINGS if device.type == "cuda" else ():
         with suppress(Exception):  # NVML's errors: not supported or not permitted; its module may be missing
-            values[name] = read(device) * unit
+            values[name] = getattr(torch.cuda, function)(device) * unit
     return values
 
 
@@ -95,7 +95,7 @@ def read_joules(device: torch.device) -> float | None:
 def count_devices(parallel: str, world: World) -> int:
     """Collective: count the GPUs that train; on CPUs the hosts, as the ranks of a host share its peak."""
     hosts = world.all_gather(socket.gethostname())
-    if world.device.type != "cuda":
+    if world.device.type == "cpu":
         return len(set(hosts))
     return torch.cuda.device_count() if parallel == "dataparallel" else world.world_size
 
@@ -108,8 +108,6 @@ def read_peak(path: Path, device: str, number_format: str) -> float | None:
         medians = {name: float(sample["median"]) for name, sample in report["results"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"limits_report {path}: cannot be read as a report of tools.bench: {error}") from None
-    if bench != "limits" or measured_on != device:
-        raise ConfigError(
-            f"limits_report {path}: has {bench} of {measured_on}; write one of this {device} with: tools.bench limits"
-        )
+    if (bench, measured_on) != ("limits", device):
+        raise ConfigError(f"limits_report {path}: is a report of {bench} on {measured_on}; expected limits on {device}")
     return measured_peak(medians, number_format)

@@ -4,8 +4,7 @@ Nothing is saved inside a signal handler, which may interrupt anything, such as 
 
 One process stops after the current batch. Several ranks compare their flags by a small all-reduce on the CPU, about
 once a second, and all stop after the same batch: within two seconds, or after the current batch if batches take longer
-than half a second. The interval is counted in batches, as all ranks must agree on it: as many as fit into a second at
-the pace of the last ones.
+than half a second. The ranks count the interval in batches: as many as fit into a second at the pace of the last ones.
 """
 
 import os
@@ -24,7 +23,7 @@ from utils.distributed.world import World
 POLL_SECONDS = 1.0  # between two comparisons of the flags
 # seconds: a second Ctrl-C within this time counts as the first one, as terminal and launcher may both send it
 ONE_KEYSTROKE = 1.0
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequests:
@@ -87,9 +86,10 @@ class StopRequests:
 
 @contextmanager
 def listen(requests: StopRequests) -> Iterator[None]:
-    """SIGTERM, SIGUSR1 and the first Ctrl-C ask to stop; a second Ctrl-C stops at once. Restores the handlers.
+    """The first of SIGNALS asks to stop; a second Ctrl-C stops at once. Restores the handlers. Only the main thread can
+    listen; in another one this does nothing.
 
-    Only the main thread can listen. In another one this does nothing, and a signal does what it did before."""
+    Under nohup SIGHUP stays ignored, but not below torchrun, which ends in spite of nohup, and with it its ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -105,7 +105,8 @@ def listen(requests: StopRequests) -> Iterator[None]:
                 with suppress(OSError):  # the terminal may be closed
                     os.write(2, text)
 
-    before = {number: signal.signal(number, remember) for number in SIGNALS}
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
+    before = {number: signal.signal(number, remember) for number in SIGNALS[: -1 if ignored else None]}
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, 
     Raises `CheckpointError` if one changed that is fixed on resume. `automatic`: the user has not named what to resume;
     raises `ConfigError` if any training setting changed."""
     saved = type(config)().model_dump(mode="json") | dict(saved)  # with the defaults of settings added since
-    changes = _changed(saved, config.model_dump(mode="json"))
+    changes = changed(saved, config.model_dump(mode="json"))
     fixed = [text for key, text in changes.items() if key in config.keys_with(KeyFlag.FIXED_ON_RESUME)]
     training = [text for key, text in changes.items() if key not in config.keys_with(KeyFlag.FREE_ON_RESUME)]
     if training and automatic:
@@ -42,7 +42,7 @@ def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, 
 
 def check_data(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Raise `CheckpointError` if the data changed, so that a position in the data or a class means something else."""
-    if changes := _changed(saved, current):
+    if changes := changed(saved, current):
         raise CheckpointError(
             f"{path}: was trained on other data, or with epochs of another length: {shorten([*changes.values()])}\n"
             f"resume with the same data and limits, or {NEW_RUN}"
@@ -86,15 +86,10 @@ def _kind(value: Any) -> str:
     return f"{dtype} {list(value.shape)}".removeprefix("torch.")
 
 
-def _changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
-    """{key: "KEY OLD -> NEW"} of each current key whose value changed."""
+def changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
+    """Return {key: "KEY OLD -> NEW"} of each current key whose value changed."""
     pairs = {key: (saved.get(key), value) for key, value in current.items()}
-    return {key: f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in pairs.items() if old != new}
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return {key: f"{key} {old!r:.60} -> {new!r:.60}" for key, (old, new) in pairs.items() if old != new}
 
 
 def shorten(names: Sequence[str]) -> str:

@@ -22,11 +22,8 @@ Pretrained = tuple[dict[str, Tensor], str]
 
 
 def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes: int) -> Pretrained | None:
-    """Return the state of `network` with the weights of the file `name`; None for no name.
-
-    Called by the main process only, which then sends the weights to the other ranks. Raises `CheckpointError` if the
-    file cannot be read or has other names or shapes.
-    """
+    """Return the state of `network` with the weights of the file `name`; None for no name. Raises `CheckpointError` if
+    the file cannot be read or has other names or shapes."""
     if name is None:
         return None
     path = Path(name)

@@ -1,7 +1,7 @@
 """A run's whole state: gathered from all ranks for a checkpoint, and restored (`CONTENT` in io.py lists it)."""
 
 import math
-import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,13 @@ from utils.base_config import BaseConfig
 from utils.distributed.world import World
 from utils.errors import ExpectedError
 from utils.run.checkpoint import io as checkpoint
+from utils.run.logging.environment import describe_arithmetic
 from utils.timing.clock import WORK, Clock
 from utils.training.classifier import Classifier
 from utils.training.learner import Learner
 from utils.training.metrics.throughput import Throughput
+
+COMPLETE = 0.99  # of the images, at least, for a validation to count: the others may be unreadable
 
 
 @dataclass
@@ -25,9 +28,10 @@ class Progress:
 
     clock: Clock
     throughput: Throughput
+    measures: dict[str, Any]  # what a validation measures: the number of images, their views ...
     epoch: int = 0  # finished epochs
     batch: int = 0  # batches trained in the next one
-    best: dict[str, float] = field(default_factory=checkpoint.NO_BEST.copy)
+    best: dict[str, Any] = field(default_factory=checkpoint.NO_BEST.copy)
     earlier_seconds: float = 0.0  # of training, in the starts before this one
     epoch_began: float = 0.0  # `seconds` when the epoch began
 
@@ -36,24 +40,23 @@ class Progress:
         """Training time over all starts of the run."""
         return self.earlier_seconds + self.clock.seconds(*WORK)
 
-    def record_accuracy(self, accuracy: float) -> bool:
-        """Record the validation accuracy of the epoch that ends; return whether it is the best so far."""
-        is_best = accuracy > self.best["acc1"]
-        if is_best:
-            self.best = {"acc1": accuracy, "epoch": self.epoch + 1}
-        return is_best
+    def is_complete(self, valid: Mapping[str, float]) -> bool:
+        """Whether the validation with the results `valid` has seen nearly all images, and no fewer than the best's."""
+        return valid["images"] >= max(COMPLETE * self.measures["images"], self.best["images"])
 
-    def start_epoch(self) -> None:
-        """Note the time, unless an earlier start began this epoch."""
-        if not self.batch:
-            self.epoch_began = self.seconds
+    def best_with(self, valid: Mapping[str, float]) -> dict[str, Any]:
+        """Return the best validation if the epoch that ends has the results `valid`, {} without validation."""
+        if not valid or not self.is_complete(valid) or valid["acc1"] <= self.best["acc1"]:
+            return self.best
+        found = {"acc1": valid["acc1"], "images": valid["images"]}
+        return {**found, "epoch": self.epoch + 1, "measures": self.measures}
 
-    def finish_epoch(self) -> None:
-        self.epoch, self.batch = self.epoch + 1, 0
+    def finish_epoch(self, best: dict[str, Any]) -> None:
+        self.epoch, self.batch, self.best = self.epoch + 1, 0, best
 
     def summarise(self, finished_before: bool) -> str:
         """Return the last line of a run's log."""
-        best = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']:.0f} of {self.epoch}"
+        best = f"best acc1 {100 * self.best['acc1']:.2f} % in epoch {self.best['epoch']} of {self.epoch}"
         if not self.best["epoch"]:
             best = f"the best weights are lost, the last ones are of epoch {self.epoch}"
         if finished_before:
@@ -76,7 +79,14 @@ class RunState:
 
     def gather(self) -> dict[str, Any]:
         """Collective: return everything that training resumes from."""
-        progress = self.progress
+        progress, learner = self.progress, self.learner
+        # buffers only in mid-epoch, as they are averaged before validation
+        buffers = learner.named_buffers() if self.world.world_size > 1 and progress.batch else ()
+        rank = {
+            "random": seeds.random_state(),
+            "metric_sums": learner.sums.sums.cpu(),
+            "buffers": {name: buffer.cpu() for name, buffer in buffers},
+        }
         return {
             "format": checkpoint.FORMAT,
             "config": self.config.model_dump(mode="json"),
@@ -84,22 +94,13 @@ class RunState:
             "data": self.data,
             "epoch": progress.epoch,
             "batch": progress.batch,
-            **self.learner.state_dict(),
-            "logged_sums": self.learner.sums.logged,
+            **learner.state_dict(),
+            "logged_sums": learner.sums.logged,
             "best": progress.best,
             "seconds": progress.seconds,
             "timing": [progress.epoch_began, *progress.throughput.counted()],
-            "ranks": self.world.all_gather(self._describe_rank()),
-            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
-        }
-
-    def _describe_rank(self) -> dict[str, Any]:
-        """Return what differs between ranks; buffers only in mid-epoch, as they are averaged before validation."""
-        buffers = self.learner.named_buffers() if self.world.world_size > 1 and self.progress.batch else ()
-        return {
-            "random": seeds.random_state(),
-            "metric_sums": self.learner.sums.sums.cpu(),
-            "buffers": {name: buffer.cpu() for name, buffer in buffers},
+            "ranks": self.world.all_gather(rank),
+            "versions": describe_arithmetic(self.world.device),
         }
 
     @torch.no_grad()

@@ -29,16 +29,24 @@ def describe_environment(device: torch.device, world_size: int) -> dict[str, Any
         "version": VERSION,
         "commit": git_commit(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),
         "torchvision": torchvision.__version__,
         "dali": dali_version(),
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
+        **describe_arithmetic(device),
         "world_size": world_size,
         "host": platform.node(),
         "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
+    }
+
+
+def describe_arithmetic(device: torch.device) -> dict[str, Any]:
+    """Return what the bits of a run depend on, apart from its configuration and code."""
+    return {
+        "torch": str(torch.__version__),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
     }
 
 
@@ -75,5 +83,5 @@ def git_commit(root: Path = CODE) -> str | None:
             found.append(subprocess.check_output(command, cwd=root, text=True, stderr=subprocess.DEVNULL, timeout=10))
         except (OSError, subprocess.SubprocessError):
             return None
-    commit, changed = found[0].strip(), found[1]
-    return f"{commit} with changes" if commit and changed else commit or None
+    commit, changes = found[0].strip(), found[1]
+    return f"{commit} with changes" if commit and changes else commit or None

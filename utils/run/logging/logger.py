@@ -16,7 +16,7 @@ from torch import Tensor
 
 from utils.base_config import BaseConfig
 from utils.distributed.launch import OPEN_MPI
-from utils.errors import ExpectedError, Stopped, reader_is_gone
+from utils.errors import ExpectedError, Stopped, print_text
 from utils.files import name_file_in_error, strict_json
 from utils.run.logging.tensorboard import TensorBoardWriter
 from utils.run.logging.trackers import Tracker
@@ -55,19 +55,21 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         if self.to_tensorboard:
             self.board = TensorBoardWriter(self.folder / "tb_logs", epoch=epoch, step=step)
         with name_file_in_error(self.folder, UNWRITABLE):
-            self._log_file = (self.folder / "train.log").open("a", encoding="utf-8")
+            # a file's name may have bytes that are no text
+            self._log_file = (self.folder / "train.log").open("a", encoding="utf-8", errors="backslashreplace")
             self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
         # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
-        self.has_bar = self.to_screen and sys.stdout.isatty() and OPEN_MPI.world_size not in os.environ
+        terminal = getattr(sys.stdout, "isatty", bool)() and OPEN_MPI.world_size not in os.environ
+        self.has_bar = self.to_screen and terminal
         return self
 
     def say(self, message: str, *, above_bar: bool = True) -> None:
         """Write a line to train.log and the screen. A progress bar omits its time, or the line unless `above_bar`."""
         line = self._log(message, "INFO")
         if self.has_bar and above_bar:
-            self._write_screen(f"\r{CLEAR_LINE}{message}\n")
+            print_text(f"\r{CLEAR_LINE}{message}\n", sys.stdout)
         elif line and self.to_screen and not self.has_bar:
-            self._write_screen(line)
+            print_text(line, sys.stdout)
 
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
         """Reuse the progress bar for the next loop over `total` batches."""
@@ -79,14 +81,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             description, total = self._loop
             bar = "#" * (BAR_WIDTH * done // max(1, total))
             line = f"{description} [{bar:.<{BAR_WIDTH}}] {done}/{total}{self._left}{self._info}"
-            self._write_screen(f"\r{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}")
+            print_text(f"\r{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}", sys.stdout)
             self._drawn = time.monotonic()
-
-    def _write_screen(self, text: str) -> None:
-        try:
-            print(text, end="", flush=True)
-        except (OSError, UnicodeError):  # a full disk, another encoding: train.log has the line
-            reader_is_gone(sys.stdout)  # as after `| head`: the rest of the output is dropped
 
     def _log(self, message: str, level: str) -> str:
         """Write a line with time and level to train.log and return it; without the file, return an empty one."""
@@ -100,12 +96,9 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def log_start(self, epoch: int, batch: int, step: int, resumed_from: Path | None, world_size: int) -> None:
         """Record that the run starts, or resumes from a checkpoint, at this position."""
-        self._record(
-            "start" if resumed_from is None else "resume",
-            epoch=epoch, batch=batch, step=step, time=time.time(),
-            host=socket.gethostname(), world_size=world_size,
-            **({} if resumed_from is None else {"from": str(resumed_from)}),
-        )  # fmt: skip
+        kind, source = ("start", {}) if resumed_from is None else ("resume", {"from": str(resumed_from)})
+        place = {"host": socket.gethostname(), "world_size": world_size}
+        self._record(kind, epoch=epoch, batch=batch, step=step, time=time.time(), **place, **source)
 
     def describe(self, config: BaseConfig, config_name: str, environment: dict[str, Any]) -> None:
         """Show the configuration and environment of this start; called before its first record."""
@@ -138,8 +131,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         shown = [f"{part} loss {values[f'loss/{part}']:.4f} acc1 {values[f'acc1/{part}']:6.2%}" for part in parts]
         names = ("learning_rate", "images_per_sec", "epoch_seconds")
         rate, speed, seconds = (significant(values[name], 3) for name in names)
-        shown += [f"lr {rate}", f"{speed} images/s", f"{seconds} s{self._left}"]
-        self.say("  ".join([f"epoch {epoch:3}", *shown]))
+        self.say("  ".join([f"epoch {epoch:3}", *shown, f"lr {rate}", f"{speed} images/s", f"{seconds} s{self._left}"]))
         self._record("epoch", epoch=epoch, step=step, **values)
 
     def log_end(
@@ -168,9 +160,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
                 self._metrics.write(strict_json(record) + "\n")
                 self._metrics.flush()
         self.show(lambda board: board.record(record))
-        for tracker in self.trackers:
-            if kind in ("step", "epoch", "end"):
-                tracker.records.put(record)
+        for tracker in self.trackers if kind in ("step", "epoch", "end") else ():
+            tracker.records.put(record)
         self._log_tracker_errors()
 
     def _log_tracker_errors(self) -> None:
@@ -185,12 +176,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.has_bar:
-            self._write_screen(f"\r{CLEAR_LINE}")
-        if error is not None:
-            self._log_error(error)
+            print_text(f"\r{CLEAR_LINE}", sys.stdout)
+        with suppress(ExpectedError):  # raised by the write that failed
+            if error is not None:
+                self._log_error(error)
         for tracker in self.trackers:
             tracker.close(failed=error is not None)
-        with suppress(ExpectedError):  # the error was raised by the write that failed
+        with suppress(ExpectedError):
             self._log_tracker_errors()
         for file in (self._metrics, self.board, self._log_file):
             with suppress(OSError):
@@ -202,12 +194,10 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         """Write to train.log only, as main() prints the error: how the run ended, with a traceback if unexpected."""
         status = getattr(error, "exit_status", 130 if isinstance(error, KeyboardInterrupt) else 1)
         reason = f"{type(error).__name__}: {error}"
-        with suppress(ExpectedError):
-            self._record("stop", step=self.clock.step, time=time.time(), status=status, reason=reason)
-        with suppress(ExpectedError):
-            if not isinstance(error, ExpectedError | KeyboardInterrupt):
-                reason += "\n" + "".join(traceback.format_exception(error)).rstrip()
-            self._log(f"ended by {reason}", "INFO" if isinstance(error, Stopped) else "ERROR")
+        known = isinstance(error, ExpectedError | KeyboardInterrupt)
+        trace = "" if known else "\n" + "".join(traceback.format_exception(error)).rstrip()
+        self._log(f"ended by {reason}{trace}", "INFO" if isinstance(error, Stopped) else "ERROR")
+        self._record("stop", step=self.clock.step, time=time.time(), status=status, reason=reason)
 
 
 def significant(number: float, digits: int = 4) -> str:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
@@ -29,6 +30,10 @@ Record = Mapping[str, Any]  # of metrics.jsonl
 EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate", "loss_scale", "skipped_steps")
 STEP_TAGS = "step/"
 SECOND_TAGS = {"acc1/valid": "by_second/acc1_valid", "loss/valid": "by_second/loss_valid"}
+SPEEDS = (
+    "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "gpu_power_w", "gpu_temperature_c",
+    "gpu_clock_mhz", "gpu_memory_gb",
+)  # fmt: skip
 LAYOUT = {
     "Training": {
         "accuracy by epoch": ["Multiline", ["acc1/train", "acc1/valid"]],
@@ -36,14 +41,8 @@ LAYOUT = {
         "accuracy by second": ["Multiline", ["by_second/acc1_valid"]],
         "learning rate by epoch": ["Multiline", ["learning_rate"]],
     },
-    "Speed and GPU of the main process, by step": {
-        name: ["Multiline", [f"step/{name}"]]
-        for name in (
-            "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "gpu_power_w", "gpu_temperature_c",
-            "gpu_clock_mhz", "gpu_memory_gb",
-        )
-    },
-}  # fmt: skip
+    "Speed and GPU of the main process, by step": {name: ["Multiline", [f"step/{name}"]] for name in SPEEDS},
+}
 # the columns of the HParams tab: four settings, and as one text all others that differ from `default`
 CHANGES = "also changed"
 ALWAYS_SHOWN = ("batch_size", "lr", "max_epochs", "model")
@@ -52,6 +51,7 @@ RESULTS = (
 )  # fmt: skip
 MATRIX_PIXELS, MATRIX_CLASSES = 600, 300
 PICTURE_IMAGES = 64
+EVENTS = "events.out.tfevents."  # with the time in seconds, the name of an event file
 CODE = " " * 4  # indents a Markdown code block, which TensorBoard shows verbatim
 
 
@@ -82,7 +82,12 @@ class TensorBoardWriter:
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event
 
-        for path in self.folder.glob("events.out.tfevents.*"):
+        following = int(time.time())
+        for found in sorted(self.folder.glob(f"{EVENTS}{10 * '[0-9]'}.*"), reverse=True):
+            # TensorBoard reads the files by name, that is by second: keep their order if the clock was set back
+            stamp, _, rest = found.name.removeprefix(EVENTS).partition(".")
+            following = min(int(stamp), following - 1)
+            path = found.rename(found.with_name(f"{EVENTS}{following:010}.{rest}"))
             position = 0
             for content in RawEventFileLoader(str(path)).Load():
                 event = Event.FromString(content)
@@ -135,9 +140,8 @@ class TensorBoardWriter:
         """Write the worst classes as a table, and a picture of the confusion matrix `counts` [true, predicted]."""
         if len(counts) <= MATRIX_CLASSES:
             self._writer.add_image("confusion matrix", draw_matrix(counts), epoch, dataformats="HWC")
-        names = [
-            re.sub(r"[^\w ]|_", lambda match: f"&#{ord(match[0])};", name) for name in names
-        ]  # no Markdown, no HTML
+        # no Markdown, no HTML
+        names = [re.sub(r"[^\w ]|_", lambda match: f"&#{ord(match[0])};", name) for name in names]
         rows = ["| class | accuracy | most often confused with | fraction |", "|---|---|---|---|"]
         for name, accuracy, other, fraction in worst_classes(counts, names):
             rows.append(f"| {name} | {accuracy:.1%} | {other} | {fraction:.1%} |")
@@ -150,7 +154,7 @@ class TensorBoardWriter:
 
 def numbers(record: Record) -> dict[str, float]:
     """Return a record's numbers by their tags: step/... for a log point, result/... for the end."""
-    prefix, words = {"step": "step/", "end": "result/"}.get(record["kind"], ""), ("step", "epoch")
+    prefix, words = {"step": STEP_TAGS, "end": "result/"}.get(record["kind"], ""), ("step", "epoch")
     return {prefix + key: value for key, value in record.items() if isinstance(value, int | float) and key not in words}
 
 

@@ -6,7 +6,6 @@ import queue
 import re
 import secrets
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,12 @@ def follow_mlflow(tracker: Tracker, mlflow: Any) -> None:
     """The server of MLFLOW_TRACKING_URI, otherwise a folder `mlruns` next to the run's folder."""
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # new versions require a database without it
     store = tracker.folder.resolve().parent / "mlruns"
-    client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", store.as_uri()))
-    if not tracker.identity.exists():
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", tracker.project)
-        found = client.get_experiment_by_name(name)
-        number = found.experiment_id if found else client.create_experiment(name)
-        tracker.identity.write_text(client.create_run(number, run_name=tracker.folder.name).info.run_id)
-        parameters = [mlflow.entities.Param(key, str(value)) for key, value in tracker.config.items()]
-        client.log_batch(tracker.identity.read_text(), params=parameters)
-    run = tracker.identity.read_text()
-    client.update_run(run, status="RUNNING")
+    mlflow.set_tracking_uri(os.environ.get("MLFLOW_TRACKING_URI", store.as_uri()))
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", tracker.project))
+    earlier = tracker.identity.read_text() if tracker.identity.exists() else None
+    tracker.identity.write_text(mlflow.start_run(earlier, run_name=tracker.folder.name).info.run_id)
+    if earlier is None:
+        mlflow.log_params(tracker.config)
     for record in iter(tracker.records.get, None):
-        position, now = record["step" if record["kind"] == "step" else "epoch"], int(1000 * time.time())
-        client.log_batch(run, [mlflow.entities.Metric(*item, now, position) for item in numbers(record).items()])
-    client.set_terminated(run, "KILLED" if tracker.failed else "FINISHED")
+        mlflow.log_metrics(numbers(record), step=record["step" if record["kind"] == "step" else "epoch"])
+    mlflow.end_run("KILLED" if tracker.failed else "FINISHED")
