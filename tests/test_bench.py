@@ -75,18 +75,10 @@ def test_a_case_in_its_own_process_is_built_once_answers_fails_or_dies():
             cases["dies"]()
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (["ladder", "--warmup=-1"], "--warmup: is '-1'; expected a whole number from 0 on"),
-        (["peers", "--iters=0"], "--iters: is '0'; expected a whole number from 1 on"),
-        (["nothing"], "invalid choice: 'nothing'"),
-    ],
-)
-def test_bad_usage_ends_with_status_2(command, message, capsys):
+def test_bad_usage_ends_with_status_2(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(command)
-    assert message in capsys.readouterr().err
+        main(["ladder", "--warmup=-1"])
+    assert "--warmup: is '-1'; expected a whole number from 0 on" in capsys.readouterr().err
 
 
 def test_a_bench_of_one_process_refuses_a_launcher_of_several(monkeypatch, capsys):
@@ -102,10 +94,6 @@ def test_an_unwritable_file_is_reported_before_measuring(option, tmp_path, monke
     monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: pytest.fail("began to measure"))
     assert main(["ladder", f"{option}={tmp_path}/none/file"]) == 2
     assert f"error: {option} {tmp_path}/none/file: cannot be written: No such file" in capsys.readouterr().err
-    (tmp_path / "old").write_text("kept")
-    assert main(["ladder", f"{option}={tmp_path}/old", "--configs=nothing"]) == 2, "the options are good"
-    assert (tmp_path / "old").read_text() == "kept" and len(list(tmp_path.iterdir())) == 1
-    capsys.readouterr()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["ladder", f"--plot={tmp_path}/picture.png"]) == 2
     assert "matplotlib is missing" in capsys.readouterr().err
@@ -281,19 +269,18 @@ def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny):
     assert cuda["this project"] == (peers.OurStep, tiny("fastest"))
 
 
-@pytest.mark.parametrize("setting", ["optimizer=adamw", "ema_decay=0.9", "label_smoothing=0.1"])
-def test_peers_refuses_what_the_other_trainers_lack(capsys, setting):
+@pytest.mark.parametrize(("setting", "use"), [("ema_decay=0.9", "null"), ("label_smoothing=0.1", "0.0")])
+def test_peers_refuses_what_the_other_trainers_lack(capsys, setting, use):
     assert main(["peers", "--config=fastest", f"--set={setting}"]) == 2
-    key, value = setting.replace("adamw", '"adamw"').split("=")
-    assert f"error: {key} {value}: the other trainers' steps here lack it; use " in capsys.readouterr().err
+    found = setting.replace("=", " ")
+    assert f"error: {found}: the other trainers' steps here lack it; use {use}\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_peers_train_the_same_or_say_what_to_install(tmp_path):
     report = tmp_path / "peers.json"
-    finished = bench(
-        "peers", "--iters=2", "--warmup=1", "--trials=1", f"--json={report}", "--set=cpu_kernels=auto", *SMALL
-    )
+    options = ["--iters=2", "--warmup=1", "--trials=1", "--set=cpu_kernels=auto"]
+    finished = bench("peers", f"--json={report}", *options, *SMALL)
     assert finished.returncode == 0, finished.stderr
     missing = [name for name in OTHERS[:2] if importlib.util.find_spec(name) is None]
     assert all(f"{name}: skipped: {name} cannot be imported" in finished.stderr for name in missing)
@@ -305,11 +292,8 @@ def test_the_plain_loop_trains_the_same(tiny, monkeypatch):
     cross_entropy, losses = nn.functional.cross_entropy, {}
     for build in (training.OurStep, peers.plain_case):
         found = losses[build] = []
-        monkeypatch.setattr(
-            nn.functional,
-            "cross_entropy",
-            lambda *a, found=found, **o: found.append(cross_entropy(*a, **o)) or found[-1],
-        )
+        keep = lambda *a, found=found, **o: found.append(cross_entropy(*a, **o)) or found[-1]  # noqa: E731
+        monkeypatch.setattr(nn.functional, "cross_entropy", keep)
         build(tiny(lr=0.05, enable_nhwc=True), 1, 3)()
     torch.testing.assert_close(torch.stack(losses[peers.plain_case]), torch.stack(losses[training.OurStep]))
 
@@ -357,8 +341,7 @@ def test_a_run_of_scaling_and_its_report(tmp_path, capsys):
     assert main([*command, "--nproc=2", f"--json={report}"]) == 0
     assert "weak 2" in capsys.readouterr().out
     content = json.loads(report.read_text())
-    found = {
-        name: trials["values"] for name, trials in content["results"]["weak 2"].items() if isinstance(trials, dict)
-    }
+    trials = content["results"]["weak 2"].items()
+    found = {name: values["values"] for name, values in trials if isinstance(values, dict)}
     assert set(found) == {"step_seconds", "train_images_per_sec", "communication_share"}
     assert found["train_images_per_sec"] == pytest.approx([32 / found["step_seconds"][0]])

@@ -131,12 +131,6 @@ def test_a_forecast_needs_training_on_one_gpu(report, capsys, content, status):
     assert status == 0 or "a forecast needs images/s of training on one GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--gpus", "8,0"], ["--inter", "0"], ["--published"]])
-def test_bad_usage(report, arguments):
-    with pytest.raises(SystemExit, match="2"):
-        raise SystemExit(main(["--from", report(), *arguments]))
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/ladder*.json")), ids=lambda path: path.parent.name)
 def test_reports_of_earlier_versions_can_be_read(path, capsys):
     assert main(["--from", str(path), "--gpus", "8"]) == 0

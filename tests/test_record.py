@@ -26,15 +26,9 @@ def epochs(*accuracies):
 def test_a_seed_is_measured_as_stated(tiny):
     trial = record.measure(epochs(0.2, 0.5, 0.4), 200.0, tiny(batch_size=32, seed=7, stop_at_accuracy=0.4), 30.0)
     assert trial == {
-        "seed": 7,
-        "epochs": 3,
-        "reached": True,
-        "last_acc1": 0.4,
-        "best_acc1": 0.5,
-        "best_epoch": 2,
-        "seconds": {"command": 30.0, "run": 11.0, "training": 30 * 32 / 200.0},
-        "images_per_sec": 200.0,
-    }
+        "seed": 7, "epochs": 3, "reached": True, "last_acc1": 0.4, "best_acc1": 0.5, "best_epoch": 2,
+        "seconds": {"command": 30.0, "run": 11.0, "training": 30 * 32 / 200.0}, "images_per_sec": 200.0,
+    }  # fmt: skip
     assert record.measure(epochs(0.2), 200.0, tiny(stop_at_accuracy=0.4), 1.0)["reached"] is False
     first, *others = epochs(0.2, 0.5, 0.4)
     first.pop("acc1/valid")  # as with validate_every_epochs 2
@@ -58,7 +52,7 @@ def folder(tmp_path, tiny):
     """Return folder(accuracy of each seed, commits=...): a folder of results with a target of 40 %."""
 
     def make(*accuracies, commits="a"):
-        out = tmp_path / "2030-01-02-tiny"
+        out = tmp_path / f"2030-01-02-tiny-{len(accuracies)}-{commits}"
         for seed, accuracy in enumerate(accuracies):
             environment = {"commit": commits[seed % len(commits)] * 40, "device": "a device", "torch": "9"}
             write_seed(out, tiny(seed=seed, stop_at_accuracy=0.4), accuracy, environment)
@@ -73,11 +67,7 @@ def test_mean_and_deviation_over_seeds(folder, tiny):
     assert (summary["reached"], summary["seeds"]) == (3, [0, 1, 2])
     assert summary["seconds"]["command"] == {"mean": 11.0, "sd": 1.0}
     assert record.row_of(summary)[:7] == ["tiny", "40%", "3", "3 of 3", "1.0 ± 0.0", "50.00 ± 10.00", "11.0 ± 1.0"]
-
-
-def test_a_missed_target_leaves_no_mean_time(folder, tiny):
-    out = folder(0.4, 0.3)
-    summary = record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4))
+    summary = record.summarise(folder(0.4, 0.3), "tiny", tiny(stop_at_accuracy=0.4))  # a missed target has no mean time
     assert record.row_of(summary)[3:] == ["1 of 2", "1.0 ± 0.0", "35.00 ± 7.07", *["target missed"] * 3]
 
 
@@ -87,12 +77,6 @@ def test_seeds_of_other_commits_or_settings_are_not_averaged(folder, tiny):
         record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4))
     with pytest.raises(ConfigError, match=r"seed-0 was run with lr 0\.1, unlike tiny now; give another --out"):
         record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4, lr=0.123))
-
-
-def test_a_seed_that_could_not_be_averaged_is_not_run(folder, capsys, monkeypatch):
-    monkeypatch.setattr(record, "run_seed", lambda *_: pytest.fail("ran a seed for nothing"))
-    assert bench.main(["record", "--config=bs128", f"--out={folder(0.4)}", "--seeds=2", *TINY_OPTIONS]) == 2
-    assert "seed-0 was run with" in capsys.readouterr().err
 
 
 def test_a_commit_of_results_does_not_change_the_code(tmp_path):
@@ -109,21 +93,17 @@ def test_a_commit_of_results_does_not_change_the_code(tmp_path):
         (tmp_path / name).write_text(text)
 
     git("init")
-    assert git_commit(tmp_path) is None
     write("utils/code.py", "one")
     write("results/README.md", "one")
     git("add", ".")
     git("commit", "-m", "one")
     before = git_commit(tmp_path)
-    assert before is not None and len(before) == 40
     write("results/README.md", "two")
     assert git_commit(tmp_path) == before
     git("commit", "-am", "two")
     assert git_commit(tmp_path) == before
     write("utils/code.py", "two")
     assert git_commit(tmp_path) == f"{before} with changes"
-    git("commit", "-am", "three")
-    assert git_commit(tmp_path) not in (before, f"{before} with changes", None)
 
 
 # ---- two configurations on the same seeds
@@ -163,7 +143,7 @@ def test_seeds_are_paired_and_the_command_resumes(tmp_path, runs, capsys):
     assert bench.main(command(tmp_path, 1, f"--against={other}", "--set=momentum=0.8")) == 2
 
 
-@pytest.mark.parametrize("other", ["bs128+lr=high", "bs128+no_such_key=1", "bs128+seed=0", "nothing"])
+@pytest.mark.parametrize("other", ["bs128+no_such_key=1", "bs128+seed=0", "nothing"])
 def test_a_mistake_is_reported_before_the_first_run(other, tmp_path, runs):
     assert bench.main(command(tmp_path, 1, f"--against={other}")) == 2
     assert runs == []

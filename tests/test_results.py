@@ -16,16 +16,14 @@ from tests.conftest import ROOT
 README = (ROOT / "README.md").read_text("utf-8")
 WHERE_MEASURED = re.compile(r"(?P<claim>.+?)(?:, mean of (?P<seeds>\d+) seeds|, one seed)?")
 ACCURACY = re.compile(r"\[(?P<percent>\d+\.(?P<decimals>\d+)) % after (?P<seconds>[\d,]+) s\]\((?P<page>[^)#]+)")
+PEERS = ("this project", ("timm", "lightning", "plain PyTorch"))
 RATIOS = {  # {claim: (faster, slower ones), keys of the report}
-    "ResNet50, batch 128: images/s of fastest relative to timm, Lightning and plain PyTorch": (
-        "this project",
-        ("timm", "lightning", "plain PyTorch"),
-    ),
+    "ResNet50, batch 128: images/s of fastest relative to timm, Lightning and plain PyTorch": PEERS,
     "ResNet50, batch 128: images/s of fastest relative to bs128": ("fastest", ("bs128",)),
 }
 
 
-def read_rows() -> dict[str, list[dict[str, str]]]:
+def read_rows():
     """{claim: its rows}."""
     rows = defaultdict(list)
     with (ROOT / "results/runs.csv").open(encoding="utf-8", newline="") as file:
@@ -34,14 +32,14 @@ def read_rows() -> dict[str, list[dict[str, str]]]:
     return dict(rows)
 
 
-def measured_table(readme: str) -> list[tuple[str, str, str]]:
+def measured_table(readme):
     """The cells (what, device, result) of each row of README's "Measured" table."""
     section = readme.partition("\n## Measured\n")[2].partition("\n## ")[0]
     lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [(what.strip().replace("`", ""), device.strip(), result.strip()) for what, device, result in lines[2:]]
 
 
-def check(what: str, device: str, result: str, rows: dict[str, list[dict[str, str]]]) -> None:
+def check(what, device, result, rows):
     """Fail unless the result is what the rows of the claim, or the report that they name, say."""
     match = WHERE_MEASURED.fullmatch(what)
     assert match and match["claim"] in rows, f"no row of results/runs.csv has the claim {what!r}"
@@ -53,10 +51,8 @@ def check(what: str, device: str, result: str, rows: dict[str, list[dict[str, st
         results = json.loads((ROOT / row["log"]).read_text("utf-8"))["results"]
         rates = {name: sample["full"]["median"] for name, sample in results.get("rungs", results).items()}
         shown = re.findall(r"(\d+\.(\d+)) x", result)
-        assert [text for text, _ in shown] == [
-            f"{rates[faster] / rates[name]:.{len(decimals)}f}"
-            for name, (_, decimals) in zip(slower, shown, strict=True)
-        ]
+        for name, (text, decimals) in zip(slower, shown, strict=True):
+            assert text == f"{rates[faster] / rates[name]:.{len(decimals)}f}"
         return
     assert len(own) == int(match["seeds"] or 1)
     assert len({row["seed"] for row in own}) == len(own)

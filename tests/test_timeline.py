@@ -54,14 +54,10 @@ def test_the_median_step_has_its_lanes_in_order(folder):
         "all-reduces, thread 2",
     ]  # fmt: skip
     assert timeline.lanes["operators"] == {
-        "copy": [(0.1, 0.5)],
-        "convolution": [(1.2, 1.0)],
-        "layout transpose": [(1.3, 0.2)],
-        "batch norm": [(2.2, 0.3)],
-        "matrix product": [(2.6, 0.4), (2.7, 0.2)],
-        "communication": [(2.9, 0.05)],
+        "copy": [(0.1, 0.5)], "convolution": [(1.2, 1.0)], "layout transpose": [(1.3, 0.2)],
+        "batch norm": [(2.2, 0.3)], "matrix product": [(2.6, 0.4), (2.7, 0.2)], "communication": [(2.9, 0.05)],
         "optimizer": [(5.2, 0.6)],
-    }
+    }  # fmt: skip
     assert timeline.lanes["backward pass"] == {"range": [(2.6, 0.4)]}
     # the one that began in iteration 2, and the one that ends after iteration 3, are cut
     both = timeline.lanes["all-reduces"]["communication"] + timeline.lanes["all-reduces, thread 2"]["communication"]

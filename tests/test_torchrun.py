@@ -8,15 +8,12 @@ import pytest
 
 from tests.processes import PYTHON, ROOT, without_launcher
 
+STOP = "import os, time; time.sleep(1); os.kill(os.getppid(), 15)\nwhile True: pass"
 ENDS = {
     "in order": ("print('trained')", 0, None),
     "with a message": ("import sys; sys.exit('error: rank 0: no data')", 1, "rank 0 exited with 1"),
     "killed": ("import os; os.kill(os.getpid(), 9)", 1, "rank 0 was ended by SIGKILL"),
-    "of the agent": (
-        "import os, time; time.sleep(1); os.kill(os.getppid(), 15)\nwhile True: pass",
-        143,
-        "ended by SIGTERM",
-    ),
+    "of the agent": (STOP, 143, "ended by SIGTERM"),
 }
 
 

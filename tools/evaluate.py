@@ -132,12 +132,9 @@ def class_rows(counts: "Tensor", names: Sequence[str]) -> list[Row]:
 
 def mistakes(counts: "Tensor", names: Sequence[str]) -> list[Row]:
     """Return the pairs of classes confused most often, with their counts."""
-    pairs = [(true, other) for true, other in counts.nonzero().tolist() if true != other]
-    pairs.sort(key=lambda pair: -int(counts[pair]))
-    return [
-        {"class": names[true], "taken_for": names[other], "images": int(counts[true, other])}
-        for true, other in pairs[:MISTAKES]
-    ]
+    pairs = [(int(counts[true, other]), true, other) for true, other in counts.nonzero().tolist() if true != other]
+    pairs.sort(key=lambda pair: -pair[0])
+    return [{"class": names[true], "taken_for": names[other], "images": n} for n, true, other in pairs[:MISTAKES]]
 
 
 def show(results: Row) -> None:
@@ -154,7 +151,7 @@ def show(results: Row) -> None:
         equal = all(results[name] == value for name, value in record.items())
         words = "equal to the last digit" if equal else ", ".join(f"{name} {value!r}" for name, value in record.items())
         say(f"as recorded in training: {words}" if equal else f"training recorded {words}")
-    classes = results["classes"]
+    classes, bins = results["classes"], [part for part in results["bins"] if part["images"]]
     print_table(
         f"Classes, worst first{f': {SHOWN_CLASSES} of {len(classes)}' if len(classes) > SHOWN_CLASSES else ''}",
         ("class", "images", "accuracy", "precision", "taken for", "of its images"),
@@ -167,15 +164,11 @@ def show(results: Row) -> None:
     )  # fmt: skip
     pairs = [(f"{row['class']}, {row['taken_for']}", f"{row['images']:,}") for row in results["mistakes"]]
     print_table("Most frequent mistakes", ("class, taken for", "images"), pairs)
-    print_table(
-        f"Calibration: error {results['calibration_error']:.2%} over {len(results['bins'])} bins",
-        ("confidence above", "images", "mean confidence", "accuracy"),
-        [
-            (f"{part['low']:.3f}", f"{part['images']:,}", f"{part['confidence']:.2%}", f"{part['accuracy']:.2%}")
-            for part in results["bins"]
-            if part["images"]
-        ],
-    )
+    title = f"Calibration: error {results['calibration_error']:.2%} over {len(results['bins'])} bins"
+    print_table(title, ("confidence above", "images", "mean confidence", "accuracy"), [
+        (f"{part['low']:.3f}", f"{part['images']:,}", f"{part['confidence']:.2%}", f"{part['accuracy']:.2%}")
+        for part in bins
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from models import build_model
 from models.config import ModelConfig
 from tools.bench.reports import read_report, training_rates
-from tools.shared.command_line import above_zero, add_count, new_parser, read_counts
+from tools.shared.command_line import above_zero, add_count, new_parser, path_argument, read_counts
 from utils.config import Config
 from utils.errors import DataError, exit_in_a_line
 from utils.program import CODE
@@ -173,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
     parser, bandwidth = new_parser("predict_scaling", __doc__), partial(above_zero, unit="GB/s")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--from", dest="path", type=Path, metavar="BENCH.json", help="a report measured on one GPU")
+    source.add_argument(
+        "--from", dest="path", type=path_argument, metavar="BENCH.json", help="a report measured on one GPU"
+    )
     source.add_argument("--published", action="store_true", help="compare forecasts with published measurements")
     parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
     add_count(parser, "--gpus-per-node", 8, "GPUs of each node")

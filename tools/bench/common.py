@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tools.shared.command_line import add_count
+from tools.shared.command_line import add_count, path_argument
 from tools.shared.output import check_writable, print_table, write_json
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
@@ -37,7 +37,9 @@ def add_arguments(
     if iters:
         add_count(parser, "--iters", iters, "timed steps of a trial")
         add_count(parser, "--warmup", warmup, "steps before them", least=0)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write figures, configuration and environment here")
+    parser.add_argument(
+        "--json", type=path_argument, metavar="PATH", help="write figures, configuration and environment here"
+    )
 
 
 def read_config(options: argparse.Namespace) -> Config:
@@ -102,26 +104,25 @@ def measure(
     gets all results after each trial of every case.
     """
     seen, results = {name: list[Mapping[str, float]]() for name in cases}, Results()
-    for trial in range(warm_up + trials):
+    for trial in range(-warm_up, trials):
         started = time.monotonic()
         for name in list(seen):
             try:
-                values = cases[name]()
+                seen[name].append(cases[name]())
             except ConfigError as error:
-                if trial or not skip or len(seen) == 1:
+                if trial > -warm_up or not skip or len(seen) == 1:
                     raise
                 print(f"{name}: skipped: {error}", file=sys.stderr)
                 del seen[name]
-                continue
-            if trial >= warm_up:
-                seen[name].append(values)
-        if trial >= warm_up:
-            print(f"trial {trial + 1 - warm_up} of {trials}: {time.monotonic() - started:.1f} s", file=sys.stderr)
-            results = {
-                name: {quantity: Trials(tuple(values[quantity] for values in rows)) for quantity in rows[0]}
-                for name, rows in seen.items()
-            }
-            after_trial(results)
+        if trial < 0:
+            continue
+        print(f"trial {trial + 1} of {trials}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+        counted = {name: rows[warm_up:] for name, rows in seen.items()}
+        results = {
+            name: {quantity: Trials(tuple(row[quantity] for row in rows)) for quantity in rows[0]}
+            for name, rows in counted.items()
+        }
+        after_trial(results)
     return results
 
 

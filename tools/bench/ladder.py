@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"rungs, each BLOCK or BLOCK+KEY=VALUE, or a list: {', '.join(LISTS)} (default: ladder: {RUNGS})",
     )  # fmt: skip
     parser.add_argument(
-        "--baseline", type=Path, metavar="PATH",
+        "--baseline", type=path_argument, metavar="PATH",
         help=f"an earlier report; exit status 1 if a rung is over {TOLERANCE} %% slower, beyond the spread",
     )  # fmt: skip
     parser.add_argument("--plot", type=path_argument, metavar="PATH", help="draw the ladder: .svg, else PNG")

@@ -21,6 +21,7 @@ from utils.training.learner import Learner, build_learner
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 
 Consumer = Callable[[Tensor, Tensor], object]
+Wrap = Callable[[DistributedConfig, nn.Module, World], nn.Module]
 STEPS_PER_EPOCH = 1000  # only for the schedule: no measurement lasts longer
 
 
@@ -29,15 +30,9 @@ def alone(config: Config) -> World:
     return World(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
 
 
-def build_measured(
-    config: Config,
-    world: World,
-    wrap: Callable[[DistributedConfig, nn.Module, World], nn.Module] = distribute,
-    image_side: int | None = None,
-) -> Learner:
+def build_measured(config: Config, world: World, wrap: Wrap = distribute, image_side: int | None = None) -> Learner:
     """Collective: build train.py's learner, distributed over the ranks by `wrap`, for images of `image_side` pixels."""
-    build = partial(build_model, image_side=image_side)
-    learner = build_learner(config, build, world, STEPS_PER_EPOCH, wrap=wrap)
+    learner = build_learner(config, partial(build_model, image_side=image_side), world, STEPS_PER_EPOCH, wrap=wrap)
     learner.model.train()
     return learner
 
@@ -71,15 +66,14 @@ class Fed:
     """Measures images per second of a step fed by the configuration's loader: {"full": images/s}."""
 
     def __init__(self, config: Config, step: Consumer, warmup: int, iters: int, dataset: Dataset) -> None:
-        self.world, self.config, self.step, self.steps = alone(config), config, step, (warmup, iters)
-        self.loader = build_loaders(config, dataset, self.world).train
+        self.device, self.config, self.step, self.steps = alone(config).device, config, step, (warmup, iters)
+        self.loader = build_loaders(config, dataset, alone(config)).train
 
     def time(self, batches: Iterator[Batch], consume: Consumer) -> float:
-        return images_per_sec(self.config, self.world.device, batches, *self.steps, consume)
+        return images_per_sec(self.config, self.device, batches, *self.steps, consume)
 
     def __call__(self) -> dict[str, float]:
-        batches = prefetch(self.config, endless(self.loader), self.world.device)
-        return {"full": self.time(batches, self.step)}
+        return {"full": self.time(prefetch(self.config, endless(self.loader), self.device), self.step)}
 
 
 class OurStep(Fed):
@@ -90,7 +84,7 @@ class OurStep(Fed):
         self.learner = build_measured(config, alone(config), image_side=dataset.train.image_shape[-1])
         super().__init__(config, self.learner.train_step, warmup, iters, dataset)
         self.batch = next(iter(self.loader))
-        for _ in range(capture_steps(config, self.world.device)):
+        for _ in range(capture_steps(config, self.device)):
             self.step(*self.batch)
 
 
@@ -98,12 +92,9 @@ class Rung(OurStep):
     """Measures the step on one batch, the loader without a step, and both together, in images/s; and peak bytes."""
 
     def __call__(self) -> dict[str, float]:
-        values = {
-            "compute": self.time(itertools.repeat(self.batch), self.step),
-            "io": self.time(endless(self.loader), lambda *_: None),
-            **super().__call__(),
-            "memory": float(peak_memory(self.world.device)),
-        }
-        if self.world.device.type == "cuda":
+        compute = self.time(itertools.repeat(self.batch), self.step)
+        loading = self.time(endless(self.loader), lambda *_: None)
+        values = {"compute": compute, "io": loading, **super().__call__(), "memory": float(peak_memory(self.device))}
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the other rungs; the next warm-up allocates it again
         return values

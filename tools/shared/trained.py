@@ -54,23 +54,17 @@ class Trained:
         state, of_batch = self.state, f", batch {self.state['batch']}" if self.state["batch"] else ""
         whose = ", moving average of the weights" if state["average"] else ""
         ranks = f", {world.world_size} ranks" if world.world_size > 1 else ""
-        return (
-            f"{self.path}: {self.config.model} after epoch {state['epoch']}{of_batch}, step {state['step']}{whose}; "
-            f"on {world.device.type}{ranks}, {classifier.precision}"
-        )
+        when = f"after epoch {state['epoch']}{of_batch}, step {state['step']}{whose}"
+        return f"{self.path}: {self.config.model} {when}; on {world.device.type}{ranks}, {classifier.precision}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the network and change its configuration."""
-    parser.add_argument(
-        "run", type=path_argument, metavar="RUN",
-        help="a run's folder (its last checkpoint is used) or a checkpoint, such as RUN/checkpoints/best.pt",
-    )  # fmt: skip
+    what = "a run's folder (its last checkpoint is used) or a checkpoint, such as RUN/checkpoints/best.pt"
+    parser.add_argument("run", type=path_argument, metavar="RUN", help=what)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's device")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help="override a setting of the run, such as data_path=/data or num_data_workers=2; repeatable",
-    )  # fmt: skip
+    setting = "override a setting of the run, such as data_path=/data or num_data_workers=2; repeatable"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
 
 
 def run_trained(
@@ -94,14 +88,10 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
     configuration."""
     from utils.run.checkpoint.io import newest_good, read_checkpoint
 
-    notes = list[str]()
-    if path.is_file():
-        found, state = path, read_checkpoint(path)
-    else:
-        newest, content, complaints = newest_good(path / "checkpoints")
-        if newest is None or content is None:
-            raise CheckpointError("; ".join(complaints) or f"{path}: holds no checkpoint of a step; {WHAT_TO_GIVE}")
-        found, state, notes = newest, content, [f"skipped: {complaint}" for complaint in complaints]
+    is_file = path.is_file()
+    found, state, complaints = (path, read_checkpoint(path), []) if is_file else newest_good(path / "checkpoints")
+    if found is None or state is None:
+        raise CheckpointError("; ".join(complaints) or f"{path}: holds no checkpoint of a step; {WHAT_TO_GIVE}")
     try:
         config = Config(**state["config"])
     except ValidationError as error:
@@ -114,7 +104,7 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
     for key in (*Config.keys_with(KeyFlag.FIXED_ON_RESUME), "ema_decay"):  # without which the average is not loaded
         if getattr(changed, key) != getattr(config, key):
             raise ConfigError(f"--set {key}: cannot be changed after training; it was {getattr(config, key)!r}")
-    return Trained(found, state, changed, notes)
+    return Trained(found, state, changed, [f"skipped: {complaint}" for complaint in complaints])
 
 
 def load_classifier(trained: Trained, world: "World") -> "Classifier":
@@ -160,8 +150,7 @@ def find_split(
     dataset = open_dataset(config, world)
     split = dataset.test if test else dataset.valid
     if split is None:
-        validated = "it validated on its test images; omit --test"
-        raise ConfigError(f"--test: the run held out no images (holdout_images 0); {validated}")
+        raise ConfigError("--test: the run held out no images (holdout_images 0); omit --test")
     if dataset.valid.image_shape != trained.image_shape:
         shapes = f"its images are {dataset.valid.image_shape}, the run's {trained.image_shape}"
         raise DataError(f"{config.data_path}: {shapes}; {RUNS_DATA}")
@@ -194,11 +183,11 @@ def validation_transform(trained: Trained) -> "Callable[[Image], Tensor]":
     from utils.data.datasets.image_files import as_rgb, cut_centre
     from utils.data.transforms.augment import Normalise
 
-    data, fraction = trained.state["data"], centre_fraction(trained.config.dataset)
+    data = trained.state["data"]
     normalise = Normalise(data["mean"], data["std"], torch.device("cpu"), torch.contiguous_format)
 
     def transform(image: "Image") -> "Tensor":
-        pixels = cut_centre(as_rgb(image), _image_side(trained), fraction)
+        pixels = cut_centre(as_rgb(image), _image_side(trained), centre_fraction(trained.config.dataset))
         return normalise(torch.from_numpy(pixels.copy())[None])[0]  # PIL's memory is read-only
 
     return transform
