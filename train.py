@@ -344,7 +344,7 @@ class Trainer:
         return opened
 
     def _read_pretrained(self) -> Pretrained | None:
-        return read_pretrained(self.config.pretrained, self.learner.weights.state_dict(), self.config.num_classes)
+        return read_pretrained(self.config.pretrained, self.learner.weights.state_dict(), self.data["class_names"])
 
     def _open_log(self) -> RunLogger:
         return self.log.open(epoch=self.progress.epoch, step=self.learner.steps, clock=self.clock)

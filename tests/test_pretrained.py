@@ -16,6 +16,7 @@ from tests.processes import run_job
 from tools import export
 from train import Trainer
 from utils.config.command_line import Arguments
+from utils.data.datasets.shapes import CLASS_NAMES
 from utils.errors import CheckpointError
 from utils.run.checkpoint.pretrained import read_pretrained
 
@@ -138,7 +139,16 @@ def test_damaged_files_are_refused(tiny, one_rank, tmp_path, other):
         *kept, last = path.read_bytes()
         path.write_bytes(bytes([*kept, last ^ 1] if path == best else kept))
         with pytest.raises(CheckpointError, match=message):
-            read_pretrained(str(path), other, 10)
+            read_pretrained(str(path), other, CLASS_NAMES)
+
+
+def test_a_head_whose_classes_are_in_another_order_is_refused(tmp_path, other):
+    path = tmp_path / "weights.safetensors"
+    save_file(other, path, {"data": json.dumps({"class_names": [*CLASS_NAMES[::-1]]})})
+    with pytest.raises(CheckpointError, match="has the classes in another order\ngive the data's classes this order: "):
+        read_pretrained(str(path), other, CLASS_NAMES)
+    save_file(other, path, {"data": json.dumps({"class_names": CLASS_NAMES})})
+    assert_equal(read_pretrained(str(path), other, CLASS_NAMES)[0], other)
 
 
 def train_pretrained(folder: Path, *, dry_run: bool) -> int:

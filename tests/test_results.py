@@ -112,6 +112,6 @@ def test_every_picture_has_a_function_that_draws_it(tmp_path):
     runpy.run_path(str(figures / "killed_and_resumed.py"))["draw"](tmp_path / "killed_and_resumed.png")
     drawn = {path.name for path in tmp_path.iterdir()} | {"report.png"}  # a screenshot
     # timelines are drawn from the traces of profiled runs, which are not stored
-    pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs").glob("*.md"))
+    pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md"))
     timelines = set(re.findall(r"figures/(timeline_\w+\.png)", pages))
     assert drawn | timelines == {path.name for path in figures.glob("*.png")}

@@ -11,22 +11,18 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import redirect_stderr
 
-from tools.shared.command_line import new_parser
+from tools.shared.command_line import new_parser, path_argument
 
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run torchrun in this process; return the exit status."""
-    parser = new_parser(
-        "torchrun",
-        __doc__,
-        "0 all ranks succeeded; 128 + N ended by signal N; 1 otherwise, whatever their statuses; 2 FILE exists or "
-        "cannot be made",
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a new file, for torchrun's log")
+    statuses = "0 all ranks succeeded; 128 + N ended by signal N; 1 any other failure; 2 FILE exists or cannot be made"
+    parser = new_parser("torchrun", __doc__, statuses)
+    parser.add_argument("file", type=path_argument, metavar="FILE", help="a new file, for torchrun's log")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="torchrun's arguments")
     options = parser.parse_args(argv)
     wanted = os.environ.get(CPP_LOG_LEVEL)
@@ -36,28 +32,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if wanted is None:
         del os.environ[CPP_LOG_LEVEL]  # not for the ranks
-    file, stderr, problem, status = options.file, sys.stderr, "", 1
+    file, problem, status = options.file, "", 1
     try:
         log = file.open("x", encoding="utf-8")
     except OSError as error:
         parser.error(f"{file}: {error.strerror}; expected the name of a new file, for torchrun's log")
-    with log:
-        sys.stderr = log  # only in this process: the ranks inherit the file descriptor
+    with log, redirect_stderr(log):  # only in this process: the ranks inherit the file descriptor
         try:
             torchrun(options.arguments)
         except SignalException as error:  # a requested stop, not a failure
             problem, status = f"ended by {error.sigval.name}", 128 + error.sigval
-            file.unlink()
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             problem = f"{explain(error)}; torchrun's log: {file}"
-        finally:
-            sys.stderr = stderr
+    if status != 1 or not problem:
+        file.unlink()
     if problem:
         print(f"torchrun on {socket.gethostname()}: {problem}", file=sys.stderr)
-        return status
-    file.unlink()
-    return 0
+    return status if problem else 0
 
 
 def explain(error: BaseException) -> str:
@@ -66,8 +58,9 @@ def explain(error: BaseException) -> str:
 
     if isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
-        return f"rank {rank} " + (
-            f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
+        signalled = failure.exitcode < 0
+        return (
+            f"rank {rank} {f'was ended by {failure.signal_name()}' if signalled else f'exited with {failure.exitcode}'}"
         )
     while error.__cause__ is not None:  # such as the socket's error below the rendezvous' error
         error = error.__cause__

@@ -54,14 +54,10 @@ TRAFFIC_PER_ACTIVATION = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_arguments(parser, iters=60, warmup=10)
-    parser.add_argument(
-        "--configs", default="ladder", metavar="A,B,...",
-        help=f"rungs, each BLOCK or BLOCK+KEY=VALUE, or a list: {', '.join(LISTS)} (default: ladder: {RUNGS})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--baseline", type=path_argument, metavar="PATH",
-        help=f"an earlier report; exit status 1 if a rung is over {TOLERANCE} %% slower, beyond the spread",
-    )  # fmt: skip
+    rungs = f"rungs, each BLOCK or BLOCK+KEY=VALUE, or a list: {', '.join(LISTS)} (default: ladder: {RUNGS})"
+    parser.add_argument("--configs", default="ladder", metavar="A,B,...", help=rungs)
+    earlier = f"an earlier report; exit status 1 if a rung is over {TOLERANCE} %% slower, beyond the spread"
+    parser.add_argument("--baseline", type=path_argument, metavar="PATH", help=earlier)
     parser.add_argument("--plot", type=path_argument, metavar="PATH", help="draw the ladder: .svg, else PNG")
 
 

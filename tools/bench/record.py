@@ -160,13 +160,15 @@ def _seed_folders(out: Path) -> list[Path]:
 
 def check_same(out: Path, name: str, config: Config, environment: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the folder holds seeds of other settings, code, versions or devices."""
-    expected = config.model_dump(exclude={"seed"}) | {f"environment: {key}": environment.get(key) for key in SAME}
+
+    def described(settings: Config, where: Mapping[str, Any]) -> dict[str, Any]:
+        return settings.model_dump(exclude={"seed"}) | {f"environment: {key}": where.get(key) for key in SAME}
+
+    expected = described(config, environment)
     for folder in _seed_folders(out):
-        path = folder / "config.yaml"
-        there = load_config(path, next(iter(list_blocks(path)))).model_dump()
-        environment_there = json.loads((folder / "environment.json").read_text())
-        there |= {f"environment: {key}": environment_there.get(key) for key in SAME}
-        if changed := [f"{key} {there.get(key)}" for key, value in expected.items() if there.get(key) != value]:
+        path, where = folder / "config.yaml", json.loads((folder / "environment.json").read_text())
+        there = described(load_config(path, next(iter(list_blocks(path)))), where)
+        if changed := [f"{key} {there[key]}" for key, value in expected.items() if there[key] != value]:
             remedy = "give another --out, or move it away and run its seed again"
             raise ConfigError(f"{folder} was run with {', '.join(changed)}, unlike {name} now; {remedy}")
 

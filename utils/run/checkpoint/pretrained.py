@@ -1,12 +1,12 @@
 """Load the weights that a new run starts with from a file (`pretrained`).
 
 Formats: safetensors, as tools.export writes; a checkpoint of this program, of which the validated weights are used; a
-state dict written by torch.save, such as torchvision's .pth files. The file must hold exactly the network's tensors.
-Only a head for another number of classes is not loaded and stays freshly initialised.
+state dict of torch.save, such as torchvision's. Only a head for another number of classes stays freshly initialised.
 """
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -16,14 +16,12 @@ from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.fit import shorten, tensor_problems
 
 COUNTERS = "num_batches_tracked"  # BatchNorm's; missing from files of PyTorch before 0.4.1, such as torchvision's
-
-# the network's whole initial state, and a line for the log with the file's SHA-256
-Pretrained = tuple[dict[str, Tensor], str]
+Pretrained = tuple[dict[str, Tensor], str]  # the network's whole initial state, and a line for the log
 
 
-def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes: int) -> Pretrained | None:
+def read_pretrained(name: str | None, network: Mapping[str, Tensor], class_names: Sequence[str]) -> Pretrained | None:
     """Return the state of `network` with the weights of the file `name`; None for no name. Raises `CheckpointError` if
-    the file cannot be read or has other names or shapes."""
+    the file cannot be read, has other names or shapes, or has the data's `class_names` in another order."""
     if name is None:
         return None
     path = Path(name)
@@ -31,39 +29,40 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], num_classes
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"pretrained {path}: cannot be read: {error.strerror}; name a file of weights") from None
-    saved = _decode(path, content)
+    (saved, names), num_classes = _decode(path, content), len(class_names)
     head = _find_head(saved, network, num_classes)
     weights = {name: weight for name, weight in saved.items() if name not in head}
     optional = {*head, *(name for name in network if name.endswith(COUNTERS) and name not in saved)}
     expected = {name: weight for name, weight in network.items() if name not in optional}
     if problems := tensor_problems(weights, expected):
-        raise CheckpointError(
-            f"pretrained {path}: does not fit this network: {shorten(problems)}\n"
-            "choose the network that it was saved from (model, stem, width), or another file; only a head for another "
-            "number of classes is replaced"
-        )
+        remedy = "choose the network that it was saved from (model, stem, width); only a head of another size is new"
+        raise CheckpointError(f"pretrained {path}: does not fit this network: {shorten(problems)}\n{remedy}")
+    if not head and names != list(class_names) and sorted(names) == sorted(class_names):
+        remedy = f"give the data's classes this order: {shorten(names)}"
+        raise CheckpointError(f"pretrained {path}: has the classes in another order\n{remedy}")
     note = f"Starting from {len(weights)} tensors of {path} (SHA-256 {hashlib.sha256(content).hexdigest()})"
     if head:
         note += f"; {', '.join(head)} newly initialised, for {num_classes} classes instead of {len(saved[head[0]])}"
     return {name: weight.cpu() for name, weight in {**network, **weights}.items()}, note
 
 
-def _decode(path: Path, content: bytes) -> dict[str, Tensor]:
+def _decode(path: Path, content: bytes) -> tuple[dict[str, Tensor], list[str]]:
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
+        from safetensors import SafetensorError, safe_open
         from safetensors.torch import load
 
         try:
-            return load(content)
-        except SafetensorError as error:
+            about = safe_open(path, framework="pt").metadata() or {}
+            return load(content), [*map(str, json.loads(about.get("data", "{}")).get("class_names", []))]
+        except (SafetensorError, ValueError, AttributeError) as error:
             raise CheckpointError(f"pretrained {path}: cannot be read: {error}") from None
-    state = checkpoint.decode(f"pretrained {path}", content)
+    state, names = checkpoint.decode(f"pretrained {path}", content), list[str]()
     if isinstance(state, dict) and state.keys() >= checkpoint.CONTENT.keys():
         state = checkpoint.read_checkpoint(path)  # compares its digest
-        state = state["average"]["module"] if state["average"] else state["model"]
+        names, state = state["data"]["class_names"], state["average"]["module"] if state["average"] else state["model"]
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"pretrained {path}: does not hold a table of named tensors only")
-    return state
+    return state, names
 
 
 def _find_head(saved: Mapping[str, Tensor], network: Mapping[str, Tensor], num_classes: int) -> list[str]:
