@@ -27,11 +27,10 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 from tests.faults.chaos import find_leftovers, show
-from tests.processes import wait_until
-from tests.slurm_cluster import FINAL_STATES, SlurmCluster, why_not
+from tests.processes import make_command, wait_until
+from tests.slurm_cluster import FINAL_STATES, OPTIONS, PYTHON, SlurmCluster, SlurmRun, link_project, why_not
 from tools.shared.command_line import add_count, new_parser
 from tools.shared.interrupted_runs import METRICS, add_limits, compare
-from tools.shared.read_runs import read_records
 from utils.errors import ConfigError, exit_in_a_line
 
 NODES, AT_ONCE, MOST_FAULTS = 5, 2, 4
@@ -53,136 +52,119 @@ if "--print-config" not in sys.argv:
 runpy.run_path("{train}", run_name="__main__")
 """
 # scontrol that fails as often as the file next to it says.
-SCONTROL = """#!/bin/bash
+SCONTROL = """
 left=$(cat "$0.fails" 2>/dev/null || echo 0)
 if ((left)); then echo $((left - 1)) >"$0.fails"; exit 1; fi
-exec {scontrol} "$@"
+exec /usr/bin/scontrol "$@"
 """
 
 
-class SlurmRun:
-    """One training over all its jobs."""
+class ChaosRun(SlurmRun):
+    """A training of two nodes, with a scontrol that can fail."""
 
     def __init__(self, cluster: SlurmCluster, project: Path, name: str) -> None:
-        self.cluster, self.project, self.folder = cluster, project, project / "expts" / name
-        self.output, self.commands = project / f"{name}.out", project / f"{name}.commands"
+        super().__init__(cluster, project, name, SETTINGS)
+        self.commands = project / f"{name}.commands"
         self.commands.mkdir()
-        (self.commands / "scontrol").write_text(SCONTROL.format(scontrol="/usr/bin/scontrol"))
-        (self.commands / "scontrol").chmod(0o755)
-        self.job = 0
-        self.submit()
+        make_command(self.commands, "scontrol", SCONTROL)
+        self.start()
 
-    def submit(self) -> None:
-        path = f"{self.commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        options = ("--cpus-per-task=2", "--gpus-per-node=2", "--exclusive", f"--output={self.output}")
-        words = ["--config=default", f"--run-dir={self.folder}", *(f"--set={key}={SETTINGS[key]}" for key in SETTINGS)]
-        environment = {"PATH": path, "PROCESSES_PER_NODE": "1", "OMP_NUM_THREADS": "1", "SLURM_WAIT": "60"}
-        script = self.project / "submit_multinode.slr"
-        self.job = self.cluster.submit(script, *words, options=options, cwd=self.project, **environment)
-
-    def log(self) -> str:
-        return self.output.read_text(errors="replace") if self.output.exists() else ""
+    def start(self) -> None:
+        options, path = (*OPTIONS, "--exclusive"), f"{self.commands}:{PYTHON}:{os.environ['PATH']}"
+        self.submit(words=("--config=default",), options=options, PATH=path)
 
     def starts(self) -> int:
-        return len(read_records(self.folder / METRICS, "start", "resume"))
+        return len(self.records("start", "resume"))
 
     def ended(self) -> bool:
-        return self.cluster.job(self.job)["JobState"] in FINAL_STATES
+        return self.fields()["JobState"] in FINAL_STATES
 
     def steps_since(self, starts: int) -> int:
         """Steps since the start that followed `starts` earlier ones; 0 before it."""
-        records = read_records(self.folder / METRICS, "start", "resume", "step")
+        records = self.records("start", "resume", "step")
         begun = [number for number, record in enumerate(records) if record["kind"] != "step"]
         return len(records) - begun[starts] - 1 if len(begun) > starts else 0
 
     def nodes(self) -> list[str]:
         """Return the job's nodes, the head first."""
-        names = self.cluster.job(self.job)["NodeList"]
-        return self.cluster.client("scontrol", "show", "hostnames", names).split()
+        return self.cluster.client("scontrol", "show", "hostnames", self.fields()["NodeList"]).split()
 
     def processes(self, node: str, pattern: str) -> list[int]:
         return [pid for pid, command in self.cluster.pids(node).items() if re.search(pattern, command)]
 
+    def link(self, node: str, state: str) -> None:
+        self.cluster.client("ip", "link", "set", f"v-{node}", state)
 
+    def wait_for_restart(self, node: str) -> None:
+        before = int(self.fields()["Restarts"])
+        wait_until(f"restart without {node}", PATIENCE, lambda: self.ended() or int(self.fields()["Restarts"]) > before)
+
+
+Strike = Callable[[ChaosRun, int], None]
 RANK, AGENT = r"python\S* -u train\.py", r"python\S* -m tools\.torchrun"
 
 
-def _to_script(run: SlurmRun, node: int) -> None:
+def _send(times: int, *targets: str) -> Strike:
+    """Send SIGUSR1 to the script or SIGTERM to the steps, or both."""
+
+    def strike(run: ChaosRun, node: int) -> None:
+        for target in targets * times:
+            run.cluster.cancel(run.job, *{"script": ("-b", "-s", "USR1"), "steps": ("-s", "TERM")}[target])
+
+    return strike
+
+
+def _silence_scontrol(run: ChaosRun, node: int) -> None:
+    (run.commands / "scontrol.fails").write_text(str(1 + node))
     run.cluster.cancel(run.job, "-b", "-s", "USR1")
 
 
-def _to_steps(run: SlurmRun, node: int) -> None:
-    run.cluster.cancel(run.job, "-s", "TERM")
-
-
-def _to_both(run: SlurmRun, node: int) -> None:
-    _to_script(run, node)
-    _to_steps(run, node)
-
-
-def _storm(run: SlurmRun, node: int) -> None:
-    for _ in range(4):
-        _to_both(run, node)
-
-
-def _silence_scontrol(run: SlurmRun, node: int) -> None:
-    (run.commands / "scontrol.fails").write_text(str(1 + node))
-    _to_script(run, node)
-
-
-def _requeue(run: SlurmRun, node: int) -> None:
+def _requeue(run: ChaosRun, node: int) -> None:
     run.cluster.client("scontrol", "requeue", str(run.job))
 
 
-def _kill(pattern: str) -> Callable[[SlurmRun, int], None]:
-    def strike(run: SlurmRun, node: int) -> None:
+def _kill(pattern: str) -> Strike:
+    def strike(run: ChaosRun, node: int) -> None:
         os.kill(run.processes(run.nodes()[node], pattern)[0], signal.SIGKILL)
 
     return strike
 
 
-def _stop(run: SlurmRun, node: int) -> None:
+def _stop(run: ChaosRun, node: int) -> None:
     (rank, *_) = run.processes(run.nodes()[node], RANK)
     os.kill(rank, signal.SIGSTOP)
     time.sleep(STOPPED)
     os.kill(rank, signal.SIGCONT)
 
 
-def _power_off(run: SlurmRun, node: int) -> None:
+def _power_off(run: ChaosRun, node: int) -> None:
     name = run.nodes()[node]
     run.cluster.kill_node(name)
-    _wait_for_restart(run, name)
+    run.wait_for_restart(name)
     run.cluster.boot_node(name)
 
 
-def _cut(run: SlurmRun, node: int) -> None:
+def _cut(run: ChaosRun, node: int) -> None:
     name = run.nodes()[node]
-    run.cluster.client("ip", "link", "set", f"v-{name}", "down")
+    run.link(name, "down")
     time.sleep(SHORT_CUT)
-    run.cluster.client("ip", "link", "set", f"v-{name}", "up")
+    run.link(name, "up")
 
 
-def _cut_for_long(run: SlurmRun, node: int) -> None:
+def _cut_for_long(run: ChaosRun, node: int) -> None:
     """Cut the link until the job restarts without the node; the isolated rank must end by itself."""
     name = run.nodes()[node]
-    run.cluster.client("ip", "link", "set", f"v-{name}", "down")
-    _wait_for_restart(run, name)
+    run.link(name, "down")
+    run.wait_for_restart(name)
     wait_until(f"end of the isolated rank on {name}", PATIENCE, lambda: not run.processes(name, RANK))
-    run.cluster.client("ip", "link", "set", f"v-{name}", "up")
-
-
-def _wait_for_restart(run: SlurmRun, name: str) -> None:
-    before = int(run.cluster.job(run.job)["Restarts"])
-    wait_until(
-        f"restart without {name}", PATIENCE, lambda: run.ended() or int(run.cluster.job(run.job)["Restarts"]) > before
-    )
+    run.link(name, "up")
 
 
 @dataclass(frozen=True)
 class SlurmFaultKind:
     """One kind of fault, the event that must follow, and the message that must name it."""
 
-    strike: Callable[[SlurmRun, int], None]
+    strike: Strike
     then: str = "continues"
     sides: int = 1  # number of error messages allowed: after a cut, each side of the network prints one
     named: str = ""  # regex that the job's or Slurm's log must match; `{rank}` is the rank on node `{name}`
@@ -190,10 +172,12 @@ class SlurmFaultKind:
 
 LOST = "requeue job JobId={job} due to failure of node {name}"
 KINDS = {
-    "USR1 to the script": SlurmFaultKind(_to_script, "requeued", named="stopped on SIGUSR1"),
-    "TERM to the steps": SlurmFaultKind(_to_steps, "requeued", named="stopped on SIGTERM"),
-    "USR1 and TERM": SlurmFaultKind(_to_both, "requeued", named="stopped on SIG(USR1|TERM)"),
-    "storm of signals": SlurmFaultKind(_storm, "requeued", named="stopped on SIG(USR1|TERM)|ended by a signal"),
+    "USR1 to the script": SlurmFaultKind(_send(1, "script"), "requeued", named="stopped on SIGUSR1"),
+    "TERM to the steps": SlurmFaultKind(_send(1, "steps"), "requeued", named="stopped on SIGTERM"),
+    "USR1 and TERM": SlurmFaultKind(_send(1, "script", "steps"), "requeued", named="stopped on SIG(USR1|TERM)"),
+    "storm of signals": SlurmFaultKind(
+        _send(4, "script", "steps"), "requeued", named="stopped on SIG(USR1|TERM)|ended by a signal"
+    ),
     "scontrol fails": SlurmFaultKind(_silence_scontrol, "requeued", named="stopped on SIGUSR1"),
     "requeue": SlurmFaultKind(_requeue, "requeued", named="stopped on SIGTERM"),
     "kill of a rank": SlurmFaultKind(_kill(RANK), "fails", named=r"rank {rank}\b"),
@@ -225,7 +209,7 @@ def random_faults(seed: int, number: int) -> list[SlurmFault]:
     ]
 
 
-def inject(run: SlurmRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFault, bool]], list[str]]:
+def inject(run: ChaosRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFault, bool]], list[str]]:
     """Inject the faults and wait for the end; return (the injected faults, whether each was named) and the problems."""
     met: list[tuple[SlurmFault, bool]] = []
     wrong: list[str] = []
@@ -238,11 +222,11 @@ def inject(run: SlurmRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFau
 
         wait_until(f"{steps} steps of {run.folder.name}", PATIENCE, ready)
         time.sleep(fault.delay)
-        if read_records(run.folder / METRICS, "end") or run.ended():
+        if run.records("end") or run.ended():
             break
         job, before, kind = run.job, len(run.log()), KINDS[fault.kind]
         name = run.nodes()[fault.node]
-        restarts = int(run.cluster.job(job)["Restarts"])
+        restarts = int(run.fields()["Restarts"])
         try:
             kind.strike(run, fault.node)
         except (IndexError, ProcessLookupError):  # the process has already ended
@@ -252,7 +236,7 @@ def inject(run: SlurmRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFau
             starts, steps = run.starts(), 0
         new = run.log()[before:]
         errors = re.findall(r"^error: .*", new, re.MULTILINE)
-        finished = bool(read_records(run.folder / METRICS, "end"))
+        finished = bool(run.records("end"))
         pattern = kind.named.format(rank=fault.node, name=name, job=job)
         named = finished or re.search(pattern, new + run.cluster.controller_log()) is not None
         met.append((fault, named))
@@ -266,26 +250,26 @@ def inject(run: SlurmRun, faults: list[SlurmFault]) -> tuple[list[tuple[SlurmFau
     return met, wrong
 
 
-def _follow(run: SlurmRun, kind: SlurmFaultKind, restarts: int) -> list[str]:
+def _follow(run: ChaosRun, kind: SlurmFaultKind, restarts: int) -> list[str]:
     """Wait for the event that must follow a fault; return what happened instead, if anything else did."""
 
     def settled() -> bool:
-        fields = run.cluster.job(run.job)
+        fields = run.fields()
         return fields["JobState"] in {*FINAL_STATES, "RUNNING"} and (run.ended() or int(fields["Restarts"]) > restarts)
 
     wait_until(f"end of job {run.job}", PATIENCE, settled)
-    fields = run.cluster.job(run.job)
+    fields = run.fields()
     if fields["JobState"] == "COMPLETED":
         return []  # the fault came too late
     if kind.then == "requeued":
         return [] if int(fields["Restarts"]) > restarts else [f"{fields['JobState']} {fields['ExitCode']}"]
     if fields["JobState"] != "FAILED":
         return [f"{fields['JobState']}, restarts {fields['Restarts']}; expected FAILED"]
-    run.submit()
+    run.start()
     return []
 
 
-def leftovers(run: SlurmRun) -> list[str]:
+def leftovers(run: ChaosRun) -> list[str]:
     """Return what a finished run should not have left behind."""
     left = find_leftovers(run.folder)
     left += [f"left behind: {path.name}" for path in run.folder.parent.glob(f".slurm-{run.job}")]
@@ -297,7 +281,7 @@ def campaign(
     cluster: SlurmCluster, project: Path, seed: int, faults: int, end: float
 ) -> tuple[Counter[str], list[str]]:
     """Run until this many faults were injected; return the counts and the problems."""
-    uninterrupted = SlurmRun(cluster, project, "uninterrupted")
+    uninterrupted = ChaosRun(cluster, project, "uninterrupted")
     assert cluster.wait(uninterrupted.job, PATIENCE)["JobState"] == "COMPLETED", uninterrupted.log()
     counts, problems, lock, numbers = Counter[str](), list[str](), threading.Lock(), itertools.count(1)
 
@@ -307,7 +291,7 @@ def campaign(
                 number = next(numbers)
                 if sum(count for name, count in counts.items() if name.endswith(": met")) >= faults:
                     return
-            run = SlurmRun(cluster, project, f"run-{number}")
+            run = ChaosRun(cluster, project, f"run-{number}")
             chosen = random_faults(seed, number)
             try:
                 met, wrong = inject(run, chosen)
@@ -344,10 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = options.seed
     end = time.monotonic() + options.total_timeout
     with tempfile.TemporaryDirectory(prefix="slurm-", dir=options.work_dir) as folder:
-        project = Path(folder) / "project"
-        project.mkdir()
-        for name in ["config", "models", "tools", "utils", "submit.slr", "submit_multinode.slr"]:
-            (project / name).symlink_to(ROOT / name)
+        project = link_project(Path(folder) / "project")
         (project / "train.py").write_text(TRAIN.format(train=ROOT / "train.py"))
         with SlurmCluster(Path(folder) / "cluster", NODES) as cluster:
             counts, problems = campaign(cluster, project, seed, options.faults, end)

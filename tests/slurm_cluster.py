@@ -1,4 +1,4 @@
-"""A real Slurm cluster of a few nodes on one machine, for the tests marked `slurm`.
+"""A real Slurm cluster of a few nodes on one machine, and trainings on it, for the tests marked `slurm`.
 
 Every node, and the controller, has its own network, UTS, mount and process namespaces. Cables (veth pairs) join them to
 a bridge in the controller's network namespace. This machine's network, files and services stay unchanged. Killing a
@@ -12,10 +12,16 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from tests.processes import wait_until
+from tests.processes import ROOT, wait_until
+from tools.shared.interrupted_runs import METRICS
+from tools.shared.read_runs import read_records
 
+PYTHON = Path(sys.executable).parent  # holds torchrun too
+OPTIONS = ("--cpus-per-task=2", "--gpus-per-node=2")
 NSENTER = shutil.which("nsenter") or "nsenter"  # independent of a PATH that a test has changed
 CONTROLLER = "ctl"
 SUBNET = "10.77.0."  # visible only inside the namespaces
@@ -67,7 +73,8 @@ class SlurmCluster:
         self.cgroup = (
             FREEZER / f"slurm-{secrets.token_hex(4)}" if os.access(FREEZER / "cgroup.procs", os.W_OK) else None
         )
-        self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.conf = str(folder / "slurm.conf")
+        self.env = os.environ | {"SLURM_CONF": self.conf}
 
     def __enter__(self) -> "SlurmCluster":
         self._write_files()
@@ -89,7 +96,7 @@ class SlurmCluster:
 
     # Jobs
 
-    def submit(self, script: Path, *args: str, options: tuple[str, ...] = (), cwd: Path, **env: str) -> int:
+    def submit(self, script, *args, options=(), cwd: Path, **env: str) -> int:
         """Run sbatch in folder cwd with env added to the environment; return the job's id."""
         return int(self.client("sbatch", "--parsable", *options, str(script), *args, cwd=cwd, env=env))
 
@@ -118,12 +125,11 @@ class SlurmCluster:
     # Nodes
 
     def node_states(self) -> dict[str, str]:
-        """Return {node: state as printed by sinfo}."""
-        try:
+        """Return {node: state as printed by sinfo}; {} if Slurm does not answer."""
+        with contextlib.suppress(subprocess.CalledProcessError):
             lines = self.client("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
-        except subprocess.CalledProcessError:
-            return {"": "no answer"}
-        return dict(line.split(None, 1) for line in lines)
+            return dict(line.split(None, 1) for line in lines)
+        return {}
 
     def kill_node(self, name: str) -> None:
         """Power the node off without a word, so its peers do not see their connections close."""
@@ -167,13 +173,9 @@ class SlurmCluster:
         arguments = [name, str(self.folder), address, str(self.cgroup or "")]
         daemons = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "HOME": "/"}
         with open(self.folder / f"{name}.log", "ab") as log:
+            command, environment = [*isolated, "bash", "-c", start, *arguments], daemons | {"SLURM_CONF": self.conf}
             host = self.hosts[name] = subprocess.Popen(
-                [*isolated, "bash", "-c", start, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=daemons | {"SLURM_CONF": self.env["SLURM_CONF"]},
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
         ours = os.readlink("/proc/self/ns/net")
         wait_until(f"host {name}", 10, lambda: os.readlink(f"/proc/{host.pid}/ns/net") != ours, 0.01)
@@ -257,3 +259,53 @@ PartitionName=low Nodes=ALL
 PartitionName=low-grace Nodes=ALL GraceTime=60
 {self.settings}
 """)
+
+
+def link_project(folder: Path) -> Path:
+    """Link the project as jobs see it, without train.py; their output stays out of the real folder."""
+    folder.mkdir(exist_ok=True)
+    for name in ["config", "models", "tools", "utils", "submit.slr", "submit_multinode.slr"]:
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+class SlurmRun:
+    """One training over all its jobs: the last job's id, their output, the run's folder."""
+
+    def __init__(self, cluster: SlurmCluster, project: Path, name: str, settings: Mapping[str, object]) -> None:
+        self.cluster, self.project, self.job = cluster, project, 0
+        self.folder, self.output = project / "expts" / name, project / f"{name}.out"
+        self.words = [f"--run-dir={self.folder}", *(f"--set={key}={value}" for key, value in settings.items())]
+
+    def submit(self, script="submit_multinode.slr", words=("--config=bs128-opt",), options=OPTIONS, **environment):
+        """Submit the training, or its next job; return the run."""
+        base = {"OMP_NUM_THREADS": "1", "PATH": f"{PYTHON}:{os.environ['PATH']}", "PROCESSES_PER_NODE": "1"}
+        base |= {"SLURM_WAIT": "60"} | environment
+        options = (*options, f"--output={self.output}")
+        self.job = self.cluster.submit(
+            self.project / script, *words, *self.words, options=options, cwd=self.project, **base
+        )
+        return self
+
+    def log(self) -> str:
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def wait_for(self, text: str, seconds: float = 120) -> None:
+        try:
+            wait_until(repr(text), seconds, lambda: text in self.log())
+        except AssertionError as error:
+            raise AssertionError(f"{error} in the log:\n{self.log()}") from None
+
+    def fields(self) -> dict[str, str]:
+        """Return the job's fields."""
+        return self.cluster.job(self.job)
+
+    def end(self, state: str) -> dict[str, str]:
+        """Wait for the job's end, check its state, return its fields."""
+        fields = self.cluster.wait(self.job, 300)
+        assert fields["JobState"] == state, f"{fields['JobState']} {fields['ExitCode']}, not {state}:\n{self.log()}"
+        return fields
+
+    def records(self, *kinds: str) -> list[dict]:
+        """Return the records of these kinds in metrics.jsonl."""
+        return read_records(self.folder / METRICS, *kinds)

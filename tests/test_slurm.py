@@ -9,19 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from tests.conftest import CIFAR100, ROOT, TINY
 from tests.processes import make_command, wait_until
-from tests.slurm_cluster import SlurmCluster, why_not
-from tools.shared.read_runs import read_records
+from tests.slurm_cluster import OPTIONS, PYTHON, SlurmCluster, SlurmRun, link_project, why_not
 from utils.config.command_line import parse_arguments
 
-PYTHON = Path(sys.executable).parent  # holds torchrun too
 SCRIPTS = ["submit.slr", "submit_multinode.slr"]
 # All commands that the scripts may need on PATH, besides Slurm's and python.
 TOOLS = ["bash", "cat", "dirname", "env", "flock", "grep", "ls", "mkdir", "mktemp", "mv", "realpath", "rm", "rmdir"]
@@ -45,13 +43,8 @@ env >environment
 until [[ $1 == bash ]]; do shift; done
 for node in $(seq "$SLURM_JOB_NUM_NODES"); do SLURMD_NODENAME=node$node "$@"; done
 """
-ON_ONE_NODE = {
-    "SLURM_JOB_ID": "4",
-    "SLURM_JOB_NODELIST": "node1",
-    "SLURM_JOB_NUM_NODES": "1",
-    "SLURM_GPUS_ON_NODE": "2",
-    "SLURMD_NODENAME": "node1",
-}
+ON_ONE_NODE = {"SLURM_JOB_ID": "4", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"}
+ON_ONE_NODE |= {"SLURM_GPUS_ON_NODE": "2", "SLURMD_NODENAME": "node1"}
 ON_TWO_NODES = ON_ONE_NODE | {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
 IN_ARRAY = {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}
 
@@ -128,21 +121,19 @@ def link_commands(folder: Path, names: list[str]) -> None:
         (folder / name).symlink_to(target)
 
 
-def headers(script: str) -> dict[str, str]:
-    lines = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", (ROOT / script).read_text(), re.MULTILINE)
-    return dict(lines)
-
-
 def test_headers_differ_only_in_requested_resources():
-    one, many = (headers(script) for script in SCRIPTS)
+    def headers(script, prefix):
+        found = re.findall(rf"^{prefix}SBATCH --([a-z-]+)(?:=(\S+))?$", (ROOT / script).read_text(), re.MULTILINE)
+        return dict(found)
+
+    one, many = (headers(script, "#") for script in SCRIPTS)
     assert {key for key in one.keys() | many.keys() if one.get(key) != many.get(key)} == {
         *("nodes", "gpus-per-node", "cpus-per-task", "exclusive")
     }
     assert one["signal"] == "B:USR1@120"
     assert "/" not in one["output"]  # a folder would have to exist before sbatch
     for script in SCRIPTS:
-        offered = re.findall(r"^##SBATCH --(\w+)=", (ROOT / script).read_text(), re.MULTILINE)
-        assert offered == ["account", "partition", "qos", "constraint", "gres"]
+        assert list(headers(script, "##")) == ["account", "partition", "qos", "constraint", "gres"]
 
 
 SITE = {"TRAIN_CONFIG": "quickstart", "PROCESSES_PER_NODE": "3", "NETWORK_INTERFACE": "hsn0", "MAX_RESTARTS": "2"}
@@ -195,20 +186,17 @@ def test_one_srun_starts_torchrun_on_all_nodes(tmp_path, name):
     assert not any(line.startswith("SLURM_CPUS_PER_TASK=") for line in job.lines("environment"))
 
 
-def test_each_node_knows_its_address_and_the_head(tmp_path):
-    job = FakeJob(tmp_path, {"srun": STARTS_NODES}, **ON_TWO_NODES, HOST_SUFFIX="-ib0", JOIN_TIMEOUT="7")
+def test_nodes_know_their_address_and_the_head_and_workers_of_one_node_meet_in_a_file(tmp_path):
+    job = FakeJob(tmp_path / "2", {"srun": STARTS_NODES}, **ON_TWO_NODES, HOST_SUFFIX="-ib0", JOIN_TIMEOUT="7")
     assert job.run("submit_multinode.slr")[0] == 0
     for node, is_host, words in zip(["node1", "node2"], ["true", "false"], job.torchrun(), strict=True):
         assert f"--local_addr={node}-ib0" in words
         assert f"--rdzv_conf=store_type=tcp,is_host={is_host},join_timeout=7,read_timeout=7" in words
         assert "--rdzv_endpoint=node1-ib0:10004" in words
-
-
-def test_on_one_node_the_workers_meet_in_a_file(tmp_path):
-    job = FakeJob(tmp_path, {"srun": STARTS_NODES})
+    job = FakeJob(tmp_path / "1", {"srun": STARTS_NODES})
     assert job.run("submit.slr")[0] == 0
     ((log, *words),) = job.torchrun()
-    assert log == str(tmp_path / "expts/torchrun-4-node1.log")
+    assert log == str(tmp_path / "1/expts/torchrun-4-node1.log")
     values = dict(word.split("=", 1) for word in words if "=" in word)
     assert values["--rdzv_conf"].startswith("store_type=file,keep_alive_interval=100000,is_host=true,")
     endpoint = Path(values["--rdzv_endpoint"])
@@ -313,15 +301,28 @@ def stopped(number: str, gets: str, scontrol: str | None, requeued: str, says: s
     )
 
 
-def no_torchrun(log: str, reported: str, restarts: str, status: int, requeued: str, says: str = "") -> Case:
-    """torchrun of node2 is gone, as after a node that rebooted before Slurm noticed. Its log ends with `log`."""
+def no_torchrun(log: str, reported: str, restarts: str, status: int, requeued: str, says: str = "", save=True) -> Case:
+    """torchrun of node2 is gone, as after a node that rebooted before Slurm noticed. Its log ends with `log`; a
+    checkpoint was saved since this start, or only before it."""
     report = f'echo {reported} >"$TRAIN_EXIT_STATUS_FILE"; ' if reported else ""
     srun = f"""
-        {report} cd "$PWD/expts" && touch .slurm-4/nodes/{{node1,node2}}
+        {report} cd "$PWD/expts" && touch .slurm-4/nodes/{{node1,node2}} {SAVED if save else ""}
         echo Traceback >torchrun-4-node1.log; echo {log} >torchrun-4-node2.log; exit 137"""
-    earlier = "mkdir expts && echo joins >expts/torchrun-4-node3.log"  # does not count
+    # files of earlier starts and jobs do not count
+    earlier = f"mkdir -p expts/{SAVED.rpartition('/')[0]}; touch expts/{SAVED}; echo joins >expts/torchrun-4-node3.log"
     environment = ON_TWO_NODES | {"SLURM_RESTART_COUNT": restarts, "ACTIVATE": earlier}
     return Case(status, says, requeued, fakes={"srun": srun, "scontrol": HOSTNAMES}, environment=environment)
+
+
+def out_of_memory(line: str, status: int = 137, reported: str = "", kernel: str = "", says: str = "") -> Case:
+    """The job's output ends with `line`, after messages of an earlier start; torchrun's log has no traceback."""
+    report = f'echo {reported} >"$TRAIN_EXIT_STATUS_FILE"; ' if reported else ""
+    srun = f"""
+        {report} touch "$PWD/expts/.slurm-4/nodes/node1"; echo joins >expts/torchrun-4-node1.log
+        printf "%s\\n" "submit.slr: start 1: x" "oom_kill" "submit.slr: start 3: x" "{line}" >output; exit 137"""
+    scontrol = f"{RUNNING.replace('Reason=None', 'StdErr=$PWD/output StdOut=x')}; [[ $2 != hostnames ]] || echo node1"
+    fakes = {"srun": srun, "scontrol": scontrol, "dmesg": f"echo '{kernel}'"}
+    return Case(status, says or MEMORY, fakes=fakes, environment={"SLURM_RESTART_COUNT": "2"})
 
 
 def number(name: str, value: str) -> Case:
@@ -329,6 +330,11 @@ def number(name: str, value: str) -> Case:
     return refused(f"{name} is '{value}'; {allowed}", **{name: value})
 
 
+SAVED = "bs2048-warmup-opt/checkpoints/step-1.pt"
+MEMORY = (
+    "submit.slr: memory ran out, and a process was killed: sbatch --mem=..., fewer num_data_workers, or fewer "
+    "processes per node\n"
+)
 LOST = "torchrun was killed, or its node is gone; nothing saved since the last checkpoint. Its log: "
 SIGNAL = "ended by a signal that train.py could not handle: nothing saved since the last checkpoint\n"
 ELSE = "; if Slurm does not either,\n"
@@ -377,6 +383,15 @@ CASES = {
     ),
     "rank 0 lost the others": no_torchrun("joins", "1", "0", 1, "4", LOST),
     "nothing reported": no_torchrun("joins", "", "9", 137, "4", LOST),
+    "no progress": no_torchrun(
+        "joins", "", "0", 137, "", f"{LOST} ... (no checkpoint was saved since this start){ELSE}", save=False
+    ),
+    # 137: torchrun, or all of its ranks
+    "out of memory": out_of_memory("slurmstepd: error: Detected 1 oom_kill event in StepId=4.0. Some of"),
+    "a step out of memory": out_of_memory("srun: error: node1: task 0: Out Of Memory", 1, "1"),
+    "out of memory by the kernel's log": out_of_memory("", kernel="oom-kill:task_memcg=/slurm/job_4/step_0"),
+    "another job out of memory": out_of_memory("", kernel="oom-kill:task_memcg=/slurm/job_44/step_0", says=LOST),
+    "a GPU out of memory": out_of_memory("error: CUDA out of memory", 1, "1", says=LOST),
     "requeued ten times": no_torchrun("joins", "1", "10", 1, "", LOST),
     "a reason": no_torchrun("joins", "3", "0", 3, ""),
     "torchrun ended by itself": no_torchrun("Traceback", "1", "0", 1, ""),
@@ -435,9 +450,14 @@ def test_a_job_ends_with_its_status_and_is_requeued_or_not(tmp_path, name):
     status, output = job.run(script, *case.words)
     says = case.says.replace("FOLDER", str(tmp_path))
     assert (status, job.requeued(), bool(job.arguments("srun"))) == (case.status, case.requeued, case.starts), output
-    assert output == f"{script}: {says}\n" if status == 2 and not case.starts else says in output
+    assert (
+        output == f"{script}: {says}\n"
+        if status == 2 and not case.starts
+        else all(part in output for part in says.split(" ... "))
+    )
     assert ("requeued as job" in output) == bool(case.requeued and RESUMES not in says)
     assert all((text in output) == (text in case.says) for text in (LOST, "all nodes must reach"))
+    assert (MEMORY in output) == (case.says == MEMORY) and (MEMORY not in output or output.endswith(MEMORY))
     assert not (tmp_path / "executed").exists() and not list(tmp_path.glob("expts/.slurm*"))
     if "SLURM_STEP_ID" in environment:  # the other nodes do not wait
         assert job.arguments("scancel") == [["--signal=KILL", "4.0"]] and len(job.torchrun()) == 1
@@ -529,53 +549,44 @@ DRAINS = ["State=DRAIN", "Reason=check_node.sh: pcie 4 of 16 lanes; gpu faults X
         *(("", doctor, "prolog_slurmd", 0, []) for doctor in (PASSES, WARNS, MISTYPED, CRASHES, HANGS)),
         *((OURS, doctor, "mended", 0, []) for doctor in (FAILS, MISTYPED, CRASHES, HANGS)),
         *((reason, PASSES, "mended", 0, []) for reason in (BY_A_HUMAN, WRONG_RESULTS)),
+        *((None, FAILS, role, status, []) for role, status in (("prolog_slurmd", 1), ("health", 0))),  # no scontrol
     ],
 )
 def test_the_doctor_drains_a_node_and_returns_only_its_own(tmp_path, drained, doctor, role, status, update):
     state = f"State=IDLE+DRAIN ThreadsPerCore=1 Reason={drained}" if drained else "State=IDLE ThreadsPerCore=1"
-    make_command(tmp_path, "logger", "")
+    make_command(tmp_path, "logger", f'echo "$*" >>{tmp_path}/said')
     make_command(tmp_path, "doctor", doctor)
-    asked = f'[[ $1 != update ]] || printf "%s\\n" "${{@:2}}" >{tmp_path}/update'
+    asked = "exit 127" if drained is None else f'[[ $1 != update ]] || printf "%s\\n" "${{@:2}}" >{tmp_path}/update'
     make_command(tmp_path, "scontrol", f'echo "NodeName=node1 CoresPerSocket=1 {state}"\n{asked}')
     limit = "0.5" if doctor == HANGS else "20"
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "node1", "SLURM_SCRIPT_CONTEXT": role}
-    settings = {"DOCTOR": "doctor", "DOCTOR_SECONDS": limit}
-    done = subprocess.run(["bash", CHECK_NODE], env=environment | settings, check=False)
+    environment |= {"DOCTOR": "doctor", "DOCTOR_SECONDS": limit}
+    if drained is None:  # then `command` finds nothing
+        environment["BASH_FUNC_command%%"] = "() { return 1; }"
+    done = subprocess.run(["bash", CHECK_NODE], env=environment, check=False)
     assert done.returncode == status
-    file = tmp_path / "update"
+    file, said = tmp_path / "update", tmp_path / "said"
     assert (file.read_text().splitlines() if file.exists() else []) == (["NodeName=node1", *update] if update else [])
-
-
-@pytest.mark.parametrize(("role", "status"), [("prolog_slurmd", 1), ("health", 0)])
-def test_without_scontrol_a_node_check_says_so_and_a_prolog_still_checks(tmp_path, role, status):
-    make_command(tmp_path, "logger", f'echo "$*" >>{tmp_path}/said')
-    make_command(tmp_path, "doctor", FAILS)
-    make_command(tmp_path, "scontrol", "exit 127")
-    no_command = {"BASH_FUNC_command%%": "() { return 1; }"}  # a function of this name, so that none is found
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "node1", "SLURM_SCRIPT_CONTEXT": role}
-    done = subprocess.run(["bash", CHECK_NODE], env=environment | {"DOCTOR": "doctor"} | no_command, check=False)
-    assert done.returncode == status
-    assert "node1: there is no scontrol in " in (tmp_path / "said").read_text()
+    assert ("node1: there is no scontrol in " in (said.read_text() if said.exists() else "")) == (drained is None)
 
 
 # On a real cluster, whose nodes have two fake GPUs each. PROCESSES_PER_NODE=1 saves time.
 
 
-def slurm(test: Callable[..., None]) -> Callable[..., None]:
+def slurm(test):
     """Mark tests that share one cluster and run one after another (with --dist=loadgroup)."""
     return pytest.mark.xdist_group("slurm")(pytest.mark.timeout(600)(pytest.mark.slurm(test)))
 
 
-# Long enough to be interrupted: about 5 s on two idle cores.
-EPOCHS, BATCHES = 3, 30
-OPTIONS = ("--cpus-per-task=2", "--gpus-per-node=2")
+# Long enough to be interrupted: about 5 s on two idle cores. Slurm's signals reach loader workers too.
+SETTINGS = TINY | {"limit_train_batches": 30, "max_epochs": 3, "log_freq": 10, "data_loader": "torchvision"}
+SETTINGS |= {"num_data_workers": 1}
 
 
 @pytest.fixture(scope="module")
-def shared_cluster() -> Iterator[SlurmCluster]:
+def shared_cluster():
     """Three nodes: two for the jobs, one spare."""
-    reason = why_not()
-    if reason:
+    if reason := why_not():
         pytest.skip(reason)
     # a short path: the length of Unix socket paths is limited
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 3) as running:
@@ -583,93 +594,42 @@ def shared_cluster() -> Iterator[SlurmCluster]:
 
 
 @pytest.fixture
-def cluster(shared_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+def cluster(shared_cluster):
     """The cluster; jobs left by a failed test are cancelled."""
     yield shared_cluster
     shared_cluster.client("scancel", "--user=root")
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's folder as jobs see it; their output stays out of the real one."""
-    folder = tmp_path_factory.mktemp("project")
-    for name in ["train.py", "config", "models", "tools", "utils", *SCRIPTS]:
-        (folder / name).symlink_to(ROOT / name)
+def project(tmp_path_factory):
+    folder = link_project(tmp_path_factory.mktemp("project"))
+    (folder / "train.py").symlink_to(ROOT / "train.py")
     return folder
 
 
-class Run:
-    """One submitted training: its job, its log, its run folder."""
-
-    def __init__(
-        self,
-        cluster: SlurmCluster,
-        project: Path,
-        name: str,
-        script: str = "submit_multinode.slr",
-        options: tuple[str, ...] = OPTIONS,
-        settings: Mapping[str, object] | None = None,
-        **environment: str,
-    ) -> None:
-        self.cluster, self.project, self.folder = cluster, project, project / "expts" / name
-        long = {"limit_train_batches": BATCHES, "max_epochs": EPOCHS, "log_freq": 10}
-        workers = {"data_loader": "torchvision", "num_data_workers": 1}  # Slurm's signals reach loader workers too
-        values = {**TINY, **long, **workers, **(settings or {})}
-        arguments = [f"--run-dir={self.folder}", *(f"--set={key}={value}" for key, value in values.items())]
-        base = {
-            "OMP_NUM_THREADS": "1",
-            "PATH": f"{PYTHON}:{os.environ['PATH']}",
-            "PROCESSES_PER_NODE": "1",
-            "SLURM_WAIT": "60",
-        }
-        self.job = cluster.submit(
-            project / script, "--config=bs128-opt", *arguments, options=options, cwd=project, **(base | environment)
-        )
-
-    def log(self, job: int | None = None) -> str:
-        return "".join(path.read_text() for path in self.project.glob(f"*-{job or self.job}.out"))
-
-    def wait_for(self, text: str, seconds: float = 120) -> None:
-        try:
-            wait_until(repr(text), seconds, lambda: text in self.log())
-        except AssertionError as error:
-            raise AssertionError(f"{error} in the log:\n{self.log()}") from None
-
-    def end(self, state: str) -> dict[str, str]:
-        """Wait for the job's end, check its state, return its fields."""
-        fields = self.cluster.wait(self.job, 300)
-        assert fields["JobState"] == state, f"{fields['JobState']} {fields['ExitCode']}, not {state}:\n{self.log()}"
-        return fields
-
-    def epochs(self) -> list[dict[str, Any]]:
-        """Return the records of the epochs without the measured times."""
-        records = read_records(self.folder / "metrics.jsonl", "epoch")
-        return [{key: value for key, value in record.items() if "sec" not in key} for record in records]
+def epochs(run: SlurmRun) -> list[dict]:
+    """Return the records of the epochs without the measured times."""
+    return [{key: value for key, value in record.items() if "sec" not in key} for record in run.records("epoch")]
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(shared_cluster: SlurmCluster, project: Path) -> Run:
+def uninterrupted(shared_cluster, project):
     """A finished run on two nodes, one process each."""
-    run = Run(shared_cluster, project, "uninterrupted")
+    run = SlurmRun(shared_cluster, project, "uninterrupted", SETTINGS).submit()
     assert run.end("COMPLETED")["ExitCode"] == "0:0"
     return run
 
 
 @slurm
-def test_two_nodes_complete(uninterrupted):
-    assert "batch 32 = 2 rank(s)" in uninterrupted.log()
-    assert [row["epoch"] for row in uninterrupted.epochs()] == [1, 2, 3]
+def test_two_nodes_complete_and_a_bare_srun_trains_like_the_script(cluster, project, uninterrupted):
+    assert [row["epoch"] for row in epochs(uninterrupted)] == [1, 2, 3]
     assert not list(uninterrupted.folder.parent.glob(".slurm-*"))
-
-
-@slurm
-def test_a_bare_srun_trains_like_the_script(cluster, project, uninterrupted):
-    header = "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=%x-%j.out\n"
+    header = "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1\n"
     (project / "bare.slr").write_text(header + 'srun python train.py "$@"\n')
-    run = Run(cluster, project, "bare", "bare.slr")
-    assert run.end("COMPLETED")["ExitCode"] == "0:0"
-    assert "batch 32 = 2 rank(s)" in run.log()
-    assert run.epochs() == uninterrupted.epochs()
+    bare = SlurmRun(cluster, project, "bare", SETTINGS).submit("bare.slr")
+    assert bare.end("COMPLETED")["ExitCode"] == "0:0"
+    assert all("batch 32 = 2 rank(s)" in run.log() for run in (bare, uninterrupted))
+    assert epochs(bare) == epochs(uninterrupted)
 
 
 @slurm
@@ -678,8 +638,8 @@ def test_a_bare_srun_trains_like_the_script(cluster, project, uninterrupted):
     ids=["SIGUSR1", "preempted", "preempted-with-grace"],
 )  # fmt: skip
 def test_stopped_training_resumes_to_the_same_end(cluster, project, uninterrupted, tmp_path, partition, requeued_by):
-    run = Run(cluster, project, f"stopped-{partition}", options=(*OPTIONS, f"--partition={partition}"))
-    run.wait_for("Epoch: 1, Iteration: ")
+    run = SlurmRun(cluster, project, f"stopped-{partition}", SETTINGS)
+    run.submit(options=(*OPTIONS, f"--partition={partition}")).wait_for("Epoch: 1, Iteration: ")
     if partition == "main":
         cluster.cancel(run.job, "-b", "-s", "USR1")  # as before the time limit
     else:
@@ -689,12 +649,12 @@ def test_stopped_training_resumes_to_the_same_end(cluster, project, uninterrupte
     assert fields["Restarts"] == "1" and fields["ExitCode"] == "0:0"
     assert "with everything saved" in run.log() and "Resuming from" in run.log()
     assert (f"requeued as job {run.job}" in run.log()) == (requeued_by == "script")
-    assert run.epochs() == uninterrupted.epochs()
+    assert epochs(run) == epochs(uninterrupted)
 
 
 @slurm
 def test_cancelled_saves_and_stays_cancelled(cluster, project):
-    run = Run(cluster, project, "cancelled")
+    run = SlurmRun(cluster, project, "cancelled", SETTINGS).submit()
     run.wait_for("Epoch: 1, Iteration: ")
     cluster.cancel(run.job)
     run.wait_for("with everything saved; run the same command again to resume")
@@ -702,22 +662,20 @@ def test_cancelled_saves_and_stays_cancelled(cluster, project):
         run.wait_for("this script does not requeue the job (COMPLETING); if Slurm does not either,\n")
         run.wait_for("to resume: sbatch submit_multinode.slr ")
     time.sleep(8)  # longer than a requeued job would wait
-    fields = run.end("CANCELLED")
-    assert fields["Restarts"] == "0"
+    assert run.end("CANCELLED")["Restarts"] == "0"
 
 
 @slurm
 def test_two_jobs_share_a_node(cluster, project):
-    settings = {"limit_train_batches": 4, "max_epochs": 1}
+    settings = SETTINGS | {"limit_train_batches": 4, "max_epochs": 1}
     options = ("--cpus-per-task=2", "--gpus-per-node=1", "--nodelist=node1")
-    runs = [
-        Run(cluster, project, name, "submit.slr", options, settings, PROCESSES_PER_NODE="2")
-        for name in ["left", "right"]
-    ]
+    runs = [SlurmRun(cluster, project, name, settings) for name in ("left", "right")]
+    for run in runs:
+        run.submit("submit.slr", options=options, PROCESSES_PER_NODE="2")
     for run in runs:
         assert run.end("COMPLETED")["ExitCode"] == "0:0"
         assert "batch 32 = 2 rank(s)" in run.log()
-    left, right = (cluster.job(run.job) for run in runs)
+    left, right = (run.fields() for run in runs)
     assert left["NodeList"] == right["NodeList"] == "node1"
     assert left["StartTime"] < right["EndTime"] and right["StartTime"] < left["EndTime"]
 
@@ -726,10 +684,8 @@ def test_two_jobs_share_a_node(cluster, project):
 def test_node_that_never_starts_is_named(cluster, project, tmp_path):
     # srun starts bash; on one node it hangs, as with a lost file system
     make_command(tmp_path, "bash", '[[ $SLURMD_NODENAME != node2 ]] || sleep 100\nexec /bin/bash "$@"')
-    path = f"{tmp_path}:{PYTHON}:{os.environ['PATH']}"
-    options = (*OPTIONS, "--nodelist=node[1-2]")
-    run = Run(cluster, project, "never", options=options, PATH=path, JOIN_TIMEOUT="5", SLURM_WAIT="2")
-    run.end("FAILED")
+    run, path = SlurmRun(cluster, project, "never", SETTINGS), f"{tmp_path}:{PYTHON}:{os.environ['PATH']}"
+    run.submit(options=(*OPTIONS, "--nodelist=node[1-2]"), PATH=path, JOIN_TIMEOUT="5", SLURM_WAIT="2").end("FAILED")
     assert "Nodes where nothing started: node2\n" in run.log() and "all nodes must reach" not in run.log()
 
 
@@ -737,33 +693,26 @@ def test_node_that_never_starts_is_named(cluster, project, tmp_path):
 def test_without_scontrol_the_printed_command_resumes(cluster, project, tmp_path):
     link_commands(tmp_path, [*TOOLS, "srun", "sbatch", "hostname", "uname"])
     make_command(tmp_path, "python", f'exec {PYTHON}/python "$@"')
-    run = Run(cluster, project, "command", "submit.slr", PATH=str(tmp_path))
+    run = SlurmRun(cluster, project, "command", SETTINGS).submit("submit.slr", PATH=str(tmp_path))
     run.wait_for("Epoch: 1, Iteration: ")
     cluster.cancel(run.job, "-b", "-s", "USR1")
     assert run.end("FAILED")["ExitCode"] == "75:0"
     (command,) = re.findall(r"to resume: sbatch (submit\.slr .*)", run.log())
-    script, *arguments = shlex.split(command)
-    environment = {"PATH": str(tmp_path), "PROCESSES_PER_NODE": "1"}
-    again = cluster.submit(project / script, *arguments, options=OPTIONS, cwd=project, **environment)
-    assert cluster.wait(again, 300)["JobState"] == "COMPLETED", run.log(again)
-    assert "Resuming from" in run.log(again)
+    script, *run.words = shlex.split(command)
+    run.submit(script, words=(), PATH=str(tmp_path)).end("COMPLETED")
+    assert "Resuming from" in run.log()
 
 
 @slurm
 @pytest.mark.parametrize(
     "options",
-    [
-        *(["--nodes=2", "--gres=gpu:2"], ["--exclusive"]),
-        ["--gpus-per-task=2", "--gpus=2", "--gpus-per-node=2"],
-    ],
-    ids=" ".join,
+    ["--nodes=2 --gres=gpu:2", "--exclusive", "--gpus-per-task=2 --gpus=2 --gpus-per-node=2"],
 )
 def test_step_sees_all_gpus_of_the_job(cluster, project, tmp_path, options):
     """Whatever option asks sbatch for two GPUs; the #SBATCH line asks for one."""
     make_command(tmp_path, "python", '[[ $1 == train.py ]] || echo "$SLURMD_NODENAME has GPUs $SLURM_STEP_GPUS: $*"')
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    log = tmp_path / "log"
-    all_options = (*options, "--cpus-per-task=2", f"--output={log}")
+    path, log = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "log"
+    all_options = (*options.split(), "--cpus-per-task=2", f"--output={log}")
     job = cluster.submit(project / "submit.slr", options=all_options, cwd=project, PATH=path)
     assert cluster.wait(job, 60)["JobState"] == "COMPLETED", log.read_text()
     nodes = re.findall(r"^node\d has GPUs 0,1: -m tools.torchrun .*--nproc_per_node=2 ", log.read_text(), re.M)
@@ -771,28 +720,26 @@ def test_step_sees_all_gpus_of_the_job(cluster, project, tmp_path, options):
 
 
 @slurm
-def test_lost_node_is_replaced(cluster, project, uninterrupted):
-    run = Run(cluster, project, "lost-node")
+@pytest.mark.parametrize("reboots", [False, True])
+def test_a_lost_node_is_replaced_and_one_that_reboots_before_slurm_notices_is_requeued(
+    cluster, project, uninterrupted, reboots
+):
+    run = SlurmRun(cluster, project, f"lost-node-{reboots}", SETTINGS)
+    run.submit(options=(*OPTIONS, "--nodelist=node[1-2]")[: 3 if reboots else 2], SLURM_WAIT="5" if reboots else "60")
     run.wait_for("Epoch: 2, Iteration: ")
-    assert cluster.job(run.job)["NodeList"] == "node[1-2]"
+    assert run.fields()["NodeList"] == "node[1-2]"
     cluster.kill_node("node2")
+    if reboots:
+        cluster.boot_node("node2")
     fields = run.end("COMPLETED")
-    assert fields["Restarts"] == "1" and fields["NodeList"] == "node[1,3]"
-    assert run.epochs() == uninterrupted.epochs()
-    cluster.boot_node("node2")
+    assert fields["Restarts"] == "1" and epochs(run) == epochs(uninterrupted)
+    if reboots:
+        assert f"requeued as job {run.job}" in run.log()
+        assert not list(run.folder.parent.glob(f"*-{run.job}*"))  # neither logs of torchrun nor the status folder
+    else:
+        assert fields["NodeList"] == "node[1,3]"
+        cluster.boot_node("node2")
     wait_until("idle node2", 60, lambda: cluster.node_states()["node2"] == "idle")
-
-
-@slurm
-def test_node_that_reboots_before_slurm_notices_is_requeued(cluster, project, uninterrupted):
-    run = Run(cluster, project, "rebooted", options=(*OPTIONS, "--nodelist=node[1-2]"), SLURM_WAIT="5")
-    run.wait_for("Epoch: 2, Iteration: ")
-    cluster.kill_node("node2")
-    cluster.boot_node("node2")
-    fields = run.end("COMPLETED")
-    assert fields["Restarts"] == "1" and f"requeued as job {run.job}" in run.log()
-    assert run.epochs() == uninterrupted.epochs()
-    assert not list(run.folder.parent.glob(f"*-{run.job}*"))  # neither logs of torchrun nor the status folder
 
 
 # The doctor with one check, which fails as long as a file exists.
@@ -826,7 +773,7 @@ def test_a_failed_check_drains_the_node_until_it_is_mended(tmp_path):
             return state, reason
 
         make_command(tmp_path, "check", f"""
-            export SLURM_CONF={cluster.env["SLURM_CONF"]} PYTHONPATH={ROOT} OMP_NUM_THREADS=1
+            export SLURM_CONF={cluster.conf} PYTHONPATH={ROOT} OMP_NUM_THREADS=1
             broken={tmp_path}/broken-${{SLURMD_NODENAME:-$(hostname -s)}}
             export DOCTOR="{sys.executable} {tmp_path}/one_check.py $broken"
             exec {CHECK_NODE} "$@"
