@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import CIFAR100, ROOT
+from tools.shared.command_line import new_parser, path_argument
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.config.messages import OTHER_NAMES
@@ -21,7 +22,7 @@ def from_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def run_train(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def run_train(*arguments, python=()):
     command = [sys.executable, *python, "train.py", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
@@ -42,6 +43,23 @@ def test_arguments_without_and_with_every_option():
     assert arguments.dry_run
 
 
+def test_a_home_folder_is_expanded_wherever_a_path_is_given(tmp_path, monkeypatch):
+    """A shell expands ~ neither after = nor in a file. A folder named ~ invites to rm -rf ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.yaml").write_text("mine:\n  data_path: ~/data\n  limits_report: ~/l.json\n")
+    what = ["--yaml_config=~/own.yaml", "--config=mine", "--run-dir=~/runs/a", "--resume=~", "--set=pretrained=~/w.pt"]
+    arguments = parse_arguments(what)
+    assert (arguments.run_dir, arguments.resume) == (tmp_path / "runs/a", str(tmp_path))
+    config = arguments.config
+    assert [config.data_path, config.limits_report] == [f"{tmp_path}/data", f"{tmp_path}/l.json"]
+    assert config.pretrained == Config(pretrained="~/w.pt").pretrained == f"{tmp_path}/w.pt"
+    parser = new_parser("runs", "")
+    parser.add_argument("--out", type=path_argument)
+    parser.add_argument("folder")
+    options = parser.parse_args(["--out=~/page", "~/run~"])
+    assert (options.out, options.folder) == (tmp_path / "page", f"{tmp_path}/run~")
+
+
 @pytest.mark.parametrize("option", ["--help", "--list-configs", "--print-config", "--explain"])
 def test_questions_are_answered_without_torch(option):
     answer = run_train(option, python=("-X", "importtime"))
@@ -52,13 +70,7 @@ def test_questions_are_answered_without_torch(option):
     # stderr holds only the import times
     assert [line for line in answer.stderr.splitlines() if not line.startswith("import time:")] == []
     assert len(answer.stdout.splitlines()) > 10
-
-
-def test_help_names_every_option_and_exit_status(capsys):
-    text = answered(capsys, "--help")
-    for word in ("--config", "--yaml_config", "--set", "--run-dir", "--resume", "--list-configs", "--print-config"):
-        assert word in text
-    assert "0 finished, 2 bad usage or configuration, 3 data" in text
+    assert option != "--help" or "0 finished, 2 bad usage or configuration, 3 data" in answer.stdout
 
 
 def test_listed_changes_can_be_given_to_set(capsys):
@@ -163,10 +175,8 @@ ERRORS = [
     (["--confg=bs256"], "unrecognized arguments: --confg=bs256; did you mean --config?"),
     ([""], "an argument is empty; is a variable of the command line not set?"),
     (["bs256"], "unrecognized arguments: bs256; write --config=bs256"),
-    (["lr=0.1"], "unrecognized arguments: lr=0.1; write --set lr=0.1"),
     (["--learning-rate", "0.1"], "unrecognized arguments: --learning-rate 0.1; write --set lr=0.1"),
     (["--explain", "learning_rate"], "--explain: unknown key 'learning_rate'. Did you mean 'lr'?"),
-    (["--set=bs=1"], "--set bs=1: unknown key 'bs'. Did you mean 'batch_size'?"),
     (["--run-dir="], "argument --run-dir: is empty; is a variable of the command line not set?"),
 ]  # fmt: skip
 
@@ -184,7 +194,7 @@ def test_train_reports_a_wrong_setting_without_a_traceback():
     assert process.stderr.count("\n") == 1
 
 
-def answered(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def answered(capsys, *arguments):
     with pytest.raises(SystemExit) as leaving:
         parse_arguments(arguments)
     out, err = capsys.readouterr()

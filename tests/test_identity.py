@@ -12,15 +12,12 @@ from tests.test_train import run
 from utils.config import load_config
 from utils.config.command_line import Arguments, parse_arguments
 from utils.errors import ConfigError, Stopped
+from utils.files import write_atomically
+from utils.run import folder as run_folder
+from utils.run.checkpoint.fit import check_settings
 
 CHANGES = {"lr": 0.3, "weight_decay": 0.1}
 SHOWN = "lr 0.1 -> 0.3, weight_decay 0.0005 -> 0.1"
-
-
-def refusal(config, world, folder):
-    with pytest.raises(ConfigError) as refused:
-        run(config, world, folder)
-    return str(refused.value)
 
 
 def test_a_run_with_other_settings_is_not_resumed(tiny, one_rank, tmp_path, capsys):
@@ -38,15 +35,14 @@ def test_a_run_with_other_settings_is_not_resumed(tiny, one_rank, tmp_path, caps
     assert contents(folder) == before
 
 
-def test_training_settings_may_not_change(tiny, one_rank, tmp_path):
-    epochs = {"max_epochs": 2, "limit_train_batches": 1}
-    run(tiny(**epochs), one_rank, tmp_path)
-    max((tmp_path / "checkpoints").glob("step-*.pt")).unlink()  # an epoch is left
-    for key, value in {"enable_extra_opts": True, "max_epochs": 3, "ema_decay": 0.9, "seed": 1}.items():
-        message = refusal(tiny(**epochs | {key: value}), one_rank, tmp_path)
-        assert f"holds a run with other settings: {key} " in message
-        # with another seed the checkpoint would be in the middle of another order of the images
-        assert (f"--resume {tmp_path} " in message) == (key != "seed")
+@pytest.mark.parametrize(("key", "value"), [("max_epochs", 3), ("ema_decay", 0.9), ("seed", 1)])
+def test_training_settings_may_not_change(tiny, tmp_path, key, value):
+    path = tmp_path / "checkpoints/step-000000004.pt"
+    with pytest.raises(ConfigError) as refused:
+        check_settings(path, tiny().model_dump(mode="json"), tiny(**{key: value}), automatic=True)
+    assert f"holds a run with other settings: {key} " in str(refused.value)
+    # with another seed the checkpoint would be in the middle of another order of the images
+    assert (f"--resume {tmp_path} " in str(refused.value)) == (key != "seed")
 
 
 def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_rank, tmp_path):
@@ -64,6 +60,22 @@ def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_ran
     kept = [load_config(tmp_path / name, "tiny") for name in ("config.yaml.1", "config.yaml.2", "config.yaml")]
     assert kept == starts
     assert not (tmp_path / "config.yaml.3").exists()
+
+
+def test_an_earlier_configuration_is_copied_before_it_is_replaced(tiny, tmp_path, monkeypatch):
+    """A kill between the two writes must not lose it."""
+    run_folder.write_description(tmp_path, tiny(lr=0.1), "tiny", {})
+    earlier = (tmp_path / "config.yaml").read_bytes()
+
+    def write_or_die(path, content):
+        if path.name == "config.yaml":
+            raise KeyboardInterrupt
+        write_atomically(path, content)
+
+    monkeypatch.setattr(run_folder, "write_atomically", write_or_die)
+    with pytest.raises(KeyboardInterrupt):
+        run_folder.write_description(tmp_path, tiny(lr=0.2), "tiny", {})
+    assert [(tmp_path / name).read_bytes() for name in ("config.yaml.1", "config.yaml")] == [earlier, earlier]
 
 
 # ---- names from a job of Slurm

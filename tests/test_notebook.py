@@ -3,9 +3,7 @@
 import json
 import sys
 from functools import partial
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -18,14 +16,14 @@ SMALL = {"max_epochs": 2, "limit_train_batches": 3, "limit_valid_batches": 2, "l
 
 
 @pytest.mark.parametrize("changes", [SMALL, pytest.param({}, marks=pytest.mark.slow)], ids=["small", "as it stands"])
-def test_the_cells_run(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cells_run(changes, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib").use("Agg")
     installed = ModuleType("resnet50_at_scale")
     monkeypatch.setattr(api, "train", partial(api.train, **changes))
     monkeypatch.setitem(sys.modules, "resnet50_at_scale", installed)
     monkeypatch.setitem(sys.modules, "resnet50_at_scale.api", api)
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
+    names = {}
     for cell in CODE:
         exec("".join(cell["source"]), names)
     assert [line.get_label() for line in names["axes"].get_lines()] == ["train", "valid"]
@@ -34,6 +32,6 @@ def test_the_cells_run(changes: dict[str, Any], tmp_path: Path, monkeypatch: pyt
         assert names["run"].metrics["best_acc1"] > 0.9 and names["predicted"] == "disc"
 
 
-def test_it_is_small_and_holds_no_outputs() -> None:
+def test_it_is_small_and_holds_no_outputs():
     assert len(CELLS) <= 10
     assert not any(cell["outputs"] or cell["execution_count"] for cell in CODE)

@@ -1,13 +1,21 @@
-"""Output of the commands: names without markup, any encoding, closed pipes."""
+"""Output of the commands: names without markup, any encoding, and streams that are closed, full or only half a file."""
 
+import io
+import json
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, TINY, as_options, read_records
+from tests.processes import PYTHON, wait_until, without_launcher
 from tools.shared.output import print_table
+from utils.data.loader import report_unreadable
+from utils.errors import print_text
+from utils.run.logging.logger import RunLogger
 
 
 def test_names_in_a_table_are_shown_without_markup(capsys):
@@ -17,21 +25,50 @@ def test_names_in_a_table_are_shown_without_markup(capsys):
     assert all(f" {name} " in printed for name in [*names, "[i]name"]) and printed.startswith("[bold]title")
 
 
-def run_a_command(line, output):
-    """Run a command whose `main` is one line of Python."""
-    program = "import sys\nfrom utils.errors import exit_in_a_line\n@exit_in_a_line\ndef main():\n"
-    program += f"    {line}\nsys.exit(main())"
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+def command(line):
+    """A command whose `main` is one line of Python."""
+    program = "import sys\nfrom utils.errors import *\n@exit_in_a_line\ndef main():\n"
+    return [sys.executable, "-c", f"{program}    {line}\nsys.exit(main())"]
 
 
-def test_a_command_ends_quietly_when_nobody_reads_its_output():
-    """As after `| head`."""
+ANSWERS = {
+    "a tool": command("print('x' * 2**20)"),
+    "a short answer": command("print('x')"),
+    "--list-configs": [PYTHON, "train.py", "--list-configs"],
+    "--help": [PYTHON, "train.py", "--help"],
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if_the_disk_is_full(answer):
     reader, writer = os.pipe()
     os.close(reader)
-    ended = run_a_command("print('x' * 2**20)", writer)
+    with open("/dev/full", "w") as full:
+        for output, status, message in (
+            (writer, 141, ""),
+            (full, 1, "error: standard output: No space left on device\n"),
+        ):
+            ended = subprocess.run(
+                ANSWERS[answer], cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, check=False
+            )
+            assert (ended.returncode, ended.stderr) == (status, message)
     os.close(writer)
-    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("raise DataError('x: is damaged')", 3, "error: x: is damaged\n"),
+        ("raise KeyboardInterrupt", 130, "interrupted\n"),
+        ("raise PermissionError(13, 'No', 'a/run')", 1, "error: a/run: No; give a path that you may use\n"),
+        ("raise BrokenPipeError('a peer')", 1, "BrokenPipeError: a peer\n"),  # a bug: it is not the output's
+        ("raise PermissionError('a signal')", 1, "PermissionError: a signal\n"),
+    ],
+)
+def test_a_command_ends_with_a_line_and_a_status(line, status, message):
+    ended = subprocess.run(command(line), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == status and ended.stderr.endswith(message)
+    assert ("Traceback" in ended.stderr) is (ended.stderr != message) is (not message.startswith(("error", "inter")))
 
 
 def test_an_error_keeps_its_status_if_the_disk_of_stderr_is_full():
@@ -41,22 +78,60 @@ def test_an_error_keeps_its_status_if_the_disk_of_stderr_is_full():
         assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, stderr=full, check=False).returncode == 3
 
 
-def test_a_path_without_permission_is_a_line():
-    ended = run_a_command("raise PermissionError(13, 'Permission denied', 'a/run')", subprocess.DEVNULL)
-    assert (ended.returncode, ended.stderr) == (1, "error: a/run: Permission denied; give a path that you may use\n")
-
-
-@pytest.mark.parametrize("error", ["BrokenPipeError: a peer", "PermissionError: a signal"])
-def test_the_same_kind_of_error_from_elsewhere_is_a_bug(error):
-    kind, text = error.split(": ")
-    ended = run_a_command(f"raise {kind}({text!r})", subprocess.DEVNULL)
-    assert ended.returncode == 1 and "Traceback" in ended.stderr and error in ended.stderr
-
-
 def test_characters_that_cannot_be_encoded_are_escaped():
-    code = "from tools.shared.output import say\nsay('ü \\udcff')"
     for encoding, expected in (("utf-8", "ü \\udcff\n"), ("ascii", "\\xfc \\udcff\n")):
         environment = os.environ | {"PYTHONIOENCODING": encoding}
-        command = [sys.executable, "-c", code]
-        printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True).stdout
-        assert printed.decode() == expected
+        for line in ("print('ü \\udcff')", "print_error('ü \\udcff')"):
+            ended = subprocess.run(command(line), cwd=ROOT, env=environment, capture_output=True, check=False)
+            assert (ended.stdout + ended.stderr).decode() == expected
+    latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    print_text("Кот\n", latin)
+    assert latin.buffer.getvalue() == b"\\u041a\\u043e\\u0442\n"
+
+
+def test_a_screen_that_has_only_write_and_a_name_that_is_no_text_are_logged_to(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append))
+    with RunLogger(tmp_path, enabled=True, to_screen=True, to_tensorboard=False).open(epoch=0, step=0) as log:
+        log.say("a \udcff")
+    assert written[0].endswith("a \\udcff\n") and (tmp_path / "train.log").read_text().endswith("a \\udcff\n")
+
+
+def test_an_unreadable_file_with_a_line_break_in_its_name_is_reported_once(tmp_path, one_rank):
+    for broken in ("a\rb", "a\nb"):
+        loaders = [SimpleNamespace(unreadable={broken: "cut"})]
+        assert [len(report_unreadable(one_rank, loaders, tmp_path)) for _ in range(2)] == [1, 0]
+    assert (tmp_path / "unreadable.txt").read_bytes() == b"a\\nb\tcut\na\\rb\tcut\n"
+
+
+@pytest.mark.parametrize("streams", ["closed", "full", "left"])
+def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, streams):
+    """`train.py <&- >&- 2>&-`, whose signal's message must not go to another file, `> /dev/full`, and `| head`."""
+    redirection = {"closed": "<&- >&- 2>&-", "full": ">/dev/full"}.get(streams, "")
+    options = as_options(TINY | {"log_freq": 1, "limit_train_batches": 400 if streams == "closed" else 4})
+    words = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path}", *options]
+    shell = ["bash", "-c", f'exec "$@" {redirection}', "bash", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(shell, cwd=ROOT, env=without_launcher(os.environ), text=True, **pipes)
+    if streams == "closed":
+        metrics = tmp_path / "metrics.jsonl"
+        wait_until("step", 60, lambda: metrics.exists() and '"step", "epoch"' in metrics.read_text())
+        run.send_signal(signal.SIGTERM)
+    elif streams == "left":
+        run.stdout.readline()
+        run.stdout.close()
+    assert (run.wait(120), run.stderr.read()) == (75 if streams == "closed" else 0, "")
+    assert all(json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert "asked" not in (tmp_path / ".lock").read_text()
+    assert read_records(tmp_path, "stop" if streams == "closed" else "end")
+
+
+def test_a_reader_of_the_errors_that_leaves_does_not_change_the_status(tmp_path):
+    """`train.py ... 2>&1 | tee FILE` and Ctrl-C, which ends tee, too."""
+    options = as_options(TINY | {"dataset": "imagefolder", "data_path": f"{tmp_path}/nowhere"})
+    words, status = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path / 'run'}", *options], tmp_path / "s"
+    environment = without_launcher(os.environ) | {"TRAIN_EXIT_STATUS_FILE": str(status)}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    run = subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **pipes)
+    run.stderr.close()
+    assert (run.wait(120), status.read_text()) == (3, "3\n")

@@ -13,7 +13,7 @@ from tests.processes import run_job
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run import preemption
-from utils.run.preemption import ONE_KEYSTROKE, StopRequests, listen
+from utils.run.preemption import ONE_KEYSTROKE, SIGNALS, StopRequests, listen
 
 
 @pytest.fixture
@@ -36,9 +36,10 @@ def interrupts(number):
     return False
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
-def test_a_second_ctrl_c_stops_at_once(first, one_rank, set_clock, capfd):
+@pytest.mark.parametrize("first", SIGNALS, ids=lambda number: number.name)
+def test_a_second_ctrl_c_stops_at_once(first, one_rank, set_clock, capfd, monkeypatch):
     """But not a copy of the first one that a launcher passes on, nor any other signal."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # the tests may run under nohup
     requests = StopRequests(one_rank)
     before = signal.getsignal(signal.SIGINT)
     set_clock(100)
@@ -54,6 +55,19 @@ def test_a_second_ctrl_c_stops_at_once(first, one_rank, set_clock, capfd):
         assert interrupts(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().err.count("Ctrl-C again stops at once, without saving") == 1
+
+
+@pytest.mark.parametrize("launcher", ["nohup", "nohup torchrun"])
+def test_under_nohup_the_end_of_the_session_is_ignored_unless_torchrun_passes_it_on(one_rank, launcher, monkeypatch):
+    """torchrun ends itself at SIGHUP, also under nohup."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launcher.endswith("torchrun"):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    requests, before = StopRequests(one_rank), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with listen(requests):
+        signal.raise_signal(signal.SIGHUP)
+        assert requests.poll() is launcher.endswith("torchrun")
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
 def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(set_clock, monkeypatch):

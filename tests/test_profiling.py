@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 
-import pytest
 import torch
 
 from train import Trainer
@@ -14,22 +13,10 @@ from utils.timing.trace import RANGES, describe_trace, find_ranges, read_trace
 ITERATIONS = 3
 
 
-@pytest.fixture(scope="module")
-def profiled(tiny, one_rank, tmp_path_factory):
-    """The folder of a profiled run on the CPU."""
+def test_a_profiled_run_has_the_tutorials_ranges_and_a_summary(tiny, one_rank, tmp_path):
     changes = {"limit_train_batches": None, "profiling_iters_per_epoch": ITERATIONS}
-    folder = tmp_path_factory.mktemp("profiled")
-    Trainer(tiny("bs256-amp-nhwc-prof", **changes), one_rank, folder, "prof", "auto").train()
-    return folder
-
-
-def test_the_trace_holds_the_tutorials_ranges_and_exactly_the_iterations(profiled):
-    path = profiled / "profile/rank0.pt.trace.json.gz"
-    with gzip.open(path) as file:
-        trace = json.load(file)  # what TensorBoard and Perfetto read
-    assert {"schemaVersion", "traceEvents"} <= set(trace)
-    assert all({"name", "ph", "ts", "pid", "tid"} <= set(row) for row in trace["traceEvents"] if row["ph"] == "X")
-    events = read_trace(path)
+    Trainer(tiny("bs256-amp-nhwc-prof", **changes), one_rank, tmp_path, "prof", "auto").train()
+    events = read_trace(tmp_path / "profile/rank0.pt.trace.json.gz")
     ranges = find_ranges(events)
     assert set(ranges) == set(RANGES) - {"graph replay"}
     assert {name: len(occurrences) for name, occurrences in ranges.items()} == dict.fromkeys(ranges, ITERATIONS)
@@ -40,13 +27,10 @@ def test_the_trace_holds_the_tutorials_ranges_and_exactly_the_iterations(profile
         for inner, outer in zip(ranges[name], ranges["iteration"], strict=True):
             assert outer.start <= inner.start and inner.end <= outer.end
 
-
-def test_the_summary_is_in_the_log_and_in_a_file(profiled):
-    summary = (profiled / "profile/summary.txt").read_text()
-    log = (profiled / "train.log").read_text()
+    summary = (tmp_path / "profile/summary.txt").read_text()
+    log = (tmp_path / "train.log").read_text()
     assert all(line in log for line in summary.splitlines())
-    assert f"Profile of {ITERATIONS} iterations" in summary
-    for word in (*(set(RANGES) - {"graph replay"}), "aten::", "layout transposes", "waiting for input"):
+    for word in (f"Profile of {ITERATIONS} iterations", *ranges, "aten::", "layout transposes", "waiting for input"):
         assert word in summary
     parts = [float(line.split()[0]) for line in summary.partition("top operators:")[2].splitlines() if "::" in line]
     outside = float(re.search(r"outside operators .*: (\S+) %", summary)[1])
@@ -60,10 +44,11 @@ def event(name, category, start, duration, correlation=None, thread=1):
 
 
 def describe(tmp_path, rows, **own_times):
+    """Return the lines of the summary, with single spaces."""
     path = tmp_path / "trace.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": [*rows, {"ph": "M", "name": "process_name", "pid": 1, "tid": 1, "ts": 0}]}, file)
-    return describe_trace(read_trace(path), own_times)
+    return {" ".join(line.split()) for line in describe_trace(read_trace(path), own_times).splitlines()}
 
 
 def test_gpu_summary_counts_kernels_in_the_range_that_launched_them(tmp_path):
@@ -81,15 +66,16 @@ def test_gpu_summary_counts_kernels_in_the_range_that_launched_them(tmp_path):
         event("cudnn::nchwToNhwcKernel", "kernel", 600, 100, 2, thread=7),
         event("sgd", "kernel", 800, 100, 3, thread=7),
     ]
-    lines = {" ".join(line.split()) for line in describe(tmp_path, rows).splitlines()}
-    assert "forward/loss/backward 0.500 50.0 % 0.400" in lines
-    assert "optimizer.step 0.350 35.0 % 0.100" in lines
-    assert "30.0 % conv" in lines
-    assert "launch gaps: the GPU is idle 50.0 % of the time, 2 gaps, the longest 0.10 ms" in lines
-    assert "layout transposes: 10.0 %" in lines
-    assert "waiting for input: 10.0 %" in lines
-    assert "the loop itself, waiting included: 15.0 % of the host's time" in lines
-    assert "host synchronisations: 1.0 an iteration, 5.0 %" in lines
+    assert describe(tmp_path, rows) >= {
+        "forward/loss/backward 0.500 50.0 % 0.400",
+        "optimizer.step 0.350 35.0 % 0.100",
+        "30.0 % conv",
+        "launch gaps: the GPU is idle 50.0 % of the time, 2 gaps, the longest 0.10 ms",
+        "layout transposes: 10.0 %",
+        "waiting for input: 10.0 %",
+        "the loop itself, waiting included: 15.0 % of the host's time",
+        "host synchronisations: 1.0 an iteration, 5.0 %",
+    }
 
 
 def test_gpu_work_after_the_host_has_finished_counts(tmp_path):
@@ -105,13 +91,12 @@ def test_gpu_work_after_the_host_has_finished_counts(tmp_path):
         event("cudaLaunchKernel", "cuda_runtime", 50, 5, 9),
         event("sums", "kernel", 400, 100, 9, thread=7),
     ]
-    text = describe(tmp_path, rows)
-    lines = {" ".join(line.split()) for line in text.splitlines()}
-    assert "Profile of 4 iterations, 0.10 ms each" in lines
-    assert {"60.0 % conv", "40.0 % sgd"} <= lines and "sums" not in text
-    assert "graph replay 0.009 9.0 % 0.100" in lines
-    assert "launch gaps: the GPU is idle 0.0 % of the time, 0 gaps, the longest 0.00 ms" in lines
-    assert "host synchronisations: 0.0 an iteration, 0.0 %" in lines
+    lines = describe(tmp_path, rows)
+    assert lines >= {
+        "Profile of 4 iterations, 0.10 ms each", "60.0 % conv", "40.0 % sgd", "graph replay 0.009 9.0 % 0.100",
+        "launch gaps: the GPU is idle 0.0 % of the time, 0 gaps, the longest 0.00 ms",
+        "host synchronisations: 0.0 an iteration, 0.0 %",
+    } and not [line for line in lines if "sums" in line]  # fmt: skip
 
 
 def test_a_gpu_that_is_busy_in_another_stream_is_not_idle(tmp_path):
@@ -119,15 +104,15 @@ def test_a_gpu_that_is_busy_in_another_stream_is_not_idle(tmp_path):
     rows += [event("cudaLaunchKernel", "cuda_runtime", 10 * number, 5, number) for number in (1, 2, 3)]
     rows += [event("conv", "kernel", 0, 500, 1, 7), event("copy", "kernel", 100, 50, 2, 8)]
     rows += [event("sgd", "kernel", 600, 400, 3, 7)]
-    assert "the GPU is idle 10.0 % of the time, 1 gaps, the longest 0.10 ms" in describe(tmp_path, rows)
+    assert "launch gaps: the GPU is idle 10.0 % of the time, 1 gaps, the longest 0.10 ms" in describe(tmp_path, rows)
 
 
 def test_a_cpu_summary_has_the_operators_own_times(tmp_path):
     rows = [event("iteration 0", "user_annotation", 0, 1000), event("aten::contiguous", "cpu_op", 0, 100)]
-    text = describe(tmp_path, rows, convolution=450.0, copy=150.0)
-    lines = {" ".join(line.split()) for line in text.splitlines()}
-    assert {"45.0 % convolution", "15.0 % copy", "layout transposes: 10.0 %"} <= lines
-    assert "outside operators (Python, waiting): 40.0 %" in lines
+    expected = {"45.0 % convolution", "15.0 % copy", "layout transposes: 10.0 %"}
+    assert describe(tmp_path, rows, convolution=450.0, copy=150.0) >= expected | {
+        "outside operators (Python, waiting): 40.0 %"
+    }
 
 
 def test_under_nsys_only_ranges_are_marked(tmp_path, monkeypatch):

@@ -3,18 +3,18 @@
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 import torch
 
 from tests.conftest import ROOT, TINY, as_options, read_records, without_times
-from tests.processes import PYTHON, without_launcher
+from tests.processes import PYTHON, wait_until, without_launcher
 from tests.test_train import run
 from tools.shared.interrupted_runs import compare
 from train import Trainer
 from utils.errors import Stopped
 from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint
+from utils.run.preemption import SIGNALS
 
 # Three epochs of 4 batches of training and 2 of validation; a log point after batches 1 and 3, so none after batch 2.
 PLATEAU, ONECYCLE = "torchvision and plateau", "device and onecycle"
@@ -72,17 +72,14 @@ def interrupt(trainer, poll, action):
 
 def stop(trainer, poll):
     """Ask for a stop there, as the signal handler does."""
-
-    def ask():
-        trainer.requests.signal = signal.SIGTERM
-
-    interrupt(trainer, poll, ask)
+    interrupt(trainer, poll, lambda: setattr(trainer.requests, "signal", signal.SIGTERM))
 
 
 def assert_same_run(folder, whole):
     """Compare everything that training resumes from and everything recorded, except times."""
-    found = compare(whole, folder)
-    assert [line for line in found if not line.startswith("config.")] == []  # some tests change when it is saved
+    assert not [
+        line for line in compare(whole, folder) if not line.startswith("config.")
+    ]  # when it is saved may change
 
 
 @pytest.mark.parametrize("where", STOPS)
@@ -107,8 +104,7 @@ def test_two_epochs_equal_one_and_a_resumed_one(tiny, one_rank, tmp_path):
     for kind in ("step", "epoch"):
         parts, undivided = (without_times(read_records(tmp_path / name, kind)) for name in ("parts", "whole"))
         assert parts == undivided
-    for name, value in whole.learner.model.state_dict().items():
-        assert torch.equal(value, resumed.learner.model.state_dict()[name]), name
+    assert all(map(torch.equal, *(trainer.learner.model.state_dict().values() for trainer in (whole, resumed))))
     assert whole.learner.steps == resumed.learner.steps == 8
 
 
@@ -144,17 +140,9 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):
     assert_same_run(tmp_path, expected)
 
 
-def iter_until(stream, words):
-    """Yield the lines up to the first one with these words."""
-    for line in stream:
-        yield line
-        if words in line:
-            return
-
-
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGUSR1, signal.SIGINT))],
+    [signal.SIGHUP, *(pytest.param(number, marks=pytest.mark.slow) for number in SIGNALS[:-1])],
     ids=lambda number: number.name,
 )
 def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, number):
@@ -166,10 +154,11 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
     metrics = folder / "metrics.jsonl"
-    while not (metrics.exists() and '"kind": "step"' in metrics.read_text()) and process.poll() is None:
-        time.sleep(0.01)
+    wait_until("step", 120, lambda: metrics.exists() and '"kind": "step"' in metrics.read_text(), step=0.01)
     os.killpg(process.pid, number)
-    errors = "".join(iter_until(process.stderr, "with everything saved"))
+    errors = ""
+    while "with everything saved" not in errors and (line := process.stderr.readline()):
+        errors += line
     process.send_signal(number)  # again, as some schedulers do, while Python ends, which takes a second
     errors += process.communicate(timeout=120)[1]
     assert process.returncode == 75, errors

@@ -36,12 +36,9 @@ def test_mlflow_has_one_run_over_all_starts(tiny, one_rank, tmp_path):
     (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.run_id == identity
     assert found.info.status == "FINISHED" and found.info.run_name == "run" and found.data.params["lr"] == "0.05"
-    for kind, axis, name, tag in (
-        ("epoch", "epoch", "acc1/valid", "acc1/valid"),
-        ("step", "step", "loss", "step/loss"),
-    ):
+    for kind, name, tag in (("epoch", "acc1/valid", "acc1/valid"), ("step", "loss", "step/loss")):
         history = client.get_metric_history(identity, tag)
-        expected = [(row[axis], row[name]) for row in read_records(folder, kind)]
+        expected = [(row[kind], row[name]) for row in read_records(folder, kind)]
         assert [(point.step, point.value) for point in history] == expected
 
 

@@ -144,8 +144,7 @@ def test_every_random_generator_is_seeded(tiny, one_rank):
         random.seed(), numpy.random.seed(), torch.seed()
         Trainer(tiny(seed=seed), one_rank)
         numbers.append((random.random(), numpy.random.random(), torch.rand(1).item()))
-    assert numbers[0] == numbers[1]
-    assert all(one != other for one, other in zip(numbers[0], numbers[2], strict=True))
+    assert numbers[0] == numbers[1] and all(one != other for one, other in zip(numbers[0], numbers[2], strict=True))
 
 
 def test_a_linked_run_folder_stays_a_link(tiny, one_rank, tmp_path):

@@ -3,7 +3,6 @@
 import ast
 import re
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,14 +12,11 @@ import train_simple
 from models.config import ModelConfig
 from tests.conftest import CIFAR100, ROOT
 from train import Trainer
-from utils.config import Config, load_config
-from utils.distributed.world import World
+from utils.config import load_config
 from utils.training.validation import validate
 
 
-def test_on_the_same_batches_its_weights_equal_those_of_train_py(
-    tiny: Callable[..., Config], one_rank: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_the_same_batches_its_weights_equal_those_of_train_py(tiny, one_rank, monkeypatch):
     """Bitwise, over an epoch of training, its validation, and a cut of the learning rate."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     config = tiny("bs128")
@@ -46,7 +42,7 @@ def test_on_the_same_batches_its_weights_equal_those_of_train_py(
         assert torch.equal(value, simple.model.state_dict()[name]), name
 
 
-def test_its_settings_equal_those_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_settings_equal_those_of_the_block(monkeypatch):
     block = load_config(CIFAR100, "bs128")
     monkeypatch.setattr(train_simple, "CIFAR100", lambda path, train, transform, download: FakeData(300, (3, 32, 32)))
     train, valid = (train_simple.build_loader("", training) for training in (True, False))
@@ -56,10 +52,8 @@ def test_its_settings_equal_those_of_the_block(monkeypatch: pytest.MonkeyPatch) 
     assert pytest.approx(block.cifar100_std) == train_simple.STD
 
 
-def test_it_runs_and_needs_only_pytorch_torchvision_and_the_networks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def images(path: str, *, train: bool, transform: Callable[..., torch.Tensor], download: bool) -> FakeData:
+def test_it_runs_and_needs_only_pytorch_torchvision_and_the_networks(monkeypatch, capsys):
+    def images(path, *, train, transform, download):
         return FakeData(128, (3, 36, 36), num_classes=100, transform=transform)
 
     monkeypatch.setattr(train_simple, "CIFAR100", images)
@@ -67,9 +61,7 @@ def test_it_runs_and_needs_only_pytorch_torchvision_and_the_networks(
     monkeypatch.setattr(train_simple, "build_model", lambda config: small if config.model == "resnet50" else None)
     monkeypatch.setattr(sys, "argv", ["train_simple.py", "--epochs", "1"])
     train_simple.main()
-    assert re.search(
-        r"^Time taken for epoch 1 is [\d.]+ sec, valid acc1=0\.\d+$", capsys.readouterr().out, re.MULTILINE
-    )
+    assert re.search(r"^Time taken for epoch 1 is [\d.]+ sec, valid acc1=0\.\d+$", capsys.readouterr().out, re.M)
     tree = ast.parse((ROOT / "train_simple.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     modules = {getattr(node, "module", None) or node.names[0].name for node in imports}

@@ -65,11 +65,14 @@ def epoch(watch, model, clock, waiting):
     return windows
 
 
-def test_waiting_for_input_is_measured_and_reported_once(one_rank, clock):
-    model = nn.Conv2d(3, 1, 1)
+def test_waiting_for_input_is_measured_and_reported_once_and_own_time_ends_with_the_first_layers_gradient(
+    one_rank, clock
+):
+    """Later time, such as the wait for other ranks, is not the rank's own."""
+    model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 1, 1))
     watch = StepWatch(model, one_rank, running())
     windows = epoch(watch, model, clock, waiting=3)
-    assert [window["data_wait"] for window in windows] == [0.3] * 4
+    assert [window["data_wait"] for window in windows] == [0.3] * 4 and set(watch._windows) == {5.0}
     assert windows[0]["memory_gb"] > 0.01
     remarks = watch.remarks()
     assert len(remarks) == 1 and "takes 30% of the time; try more num_data_workers" in remarks[0]
@@ -108,14 +111,6 @@ def test_a_rank_that_has_become_slow_is_named_by_the_last_windows(one_rank, cloc
         remarks.append(watch.remarks())
     assert [len(remark) for remark in remarks] == [0, 1, 0]
     assert remarks[1][0].startswith("Rank 1 on other is slow: it needs 1.50 times the median")
-
-
-def test_own_time_ends_with_the_gradient_of_the_first_layer(one_rank, clock):
-    """Later time, such as the wait for other ranks, does not count."""
-    model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 1, 1))
-    watch = StepWatch(model, one_rank, running())
-    epoch(watch, model, clock, waiting=3)
-    assert set(watch._windows) == {5.0}
 
 
 def test_worst_classes_and_their_confusions(one_rank):
