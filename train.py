@@ -139,7 +139,7 @@ class Trainer:
         with listen(self.requests), lock, self._open_log() as log:
             will_train = not self.finished
             if opened:
-                self.clock.resume(self.learner.steps, opened.reached)
+                self.clock.step, self.clock.reached = self.learner.steps, opened.reached
             self.world.main_only(lambda: self._log_start(opened, will_train=will_train))
             self._report_unreadable()  # a loader may have decoded all images by now
             self.clock.switch("train")

@@ -43,7 +43,7 @@ def test_all_time_belongs_to_one_activity(now):
 
 def test_steps_up_to_the_last_of_an_earlier_start_are_replays(now):
     clock = Clock()
-    clock.resume(4, reached=7)
+    clock.step, clock.reached = 4, 7
     now.seconds += 3
     clock.switch("train")
     for step in range(5, 10):

@@ -104,10 +104,10 @@ def read_peak(path: Path, device: str, number_format: str) -> float | None:
     """Return TFLOP/s from a report of `tools.bench limits`; raise `ConfigError` if it is none or of another device."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-        bench, measured_on = report["bench"], report["environment"]["device"]
+        subject = f"{report['bench']} on {report['environment']['device']}"
         medians = {name: float(sample["median"]) for name, sample in report["results"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"limits_report {path}: cannot be read as a report of tools.bench: {error}") from None
-    if (bench, measured_on) != ("limits", device):
-        raise ConfigError(f"limits_report {path}: is a report of {bench} on {measured_on}; expected limits on {device}")
+    if subject != f"limits on {device}":
+        raise ConfigError(f"limits_report {path}: is a report of {subject}; expected limits on {device}")
     return measured_peak(medians, number_format)

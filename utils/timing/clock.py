@@ -20,19 +20,15 @@ class Clock:
 
     def __init__(self, age: float = 0.0) -> None:
         self.step = 0  # the last optimizer step of the run
-        self._reached = 0  # the last step of all earlier starts: steps up to it are replays
+        self.reached = 0  # the last step of all earlier starts: steps up to it are replays
         self._spent = dict.fromkeys(ACTIVITIES, 0.0)
         self._activity = "start"
         self._pace: tuple[float, float] | None = None  # time and position of the first forecast
         self._began = self._changed = time.perf_counter() - age
 
-    def resume(self, step: int, reached: int) -> None:
-        """This start resumes from `step`; earlier starts have trained up to step `reached`."""
-        self.step, self._reached = step, reached
-
     def switch(self, activity: str) -> None:
         """Start another activity. Training up to the last step of earlier starts counts as a replay."""
-        if activity == "train" and self.step < self._reached:
+        if activity == "train" and self.step < self.reached:
             activity = "replay"
         now = time.perf_counter()
         self._spent[self._activity] += now - self._changed
@@ -51,7 +47,7 @@ class Clock:
     def count_step(self, step: int) -> None:
         """Note that an optimizer step is done, as far as the host knows."""
         self.step = step
-        if self._activity == "replay" and step >= self._reached:
+        if self._activity == "replay" and step >= self.reached:
             self.switch("train")
 
     def seconds(self, *activities: str) -> float:

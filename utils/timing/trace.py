@@ -7,8 +7,8 @@ import statistics
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 TRACE_FILE = "rank0.pt.trace.json.gz"  # in the folder profile/ of a run
 # the tutorial's ranges; `iteration 7` counts as `iteration`
@@ -23,8 +23,7 @@ HOST_WAITS = re.compile(r"cuda(Device|Stream|Event)Synchronize|cudaMemcpy$")
 TOP = 8
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One complete event; times in microseconds."""
 
     name: str
@@ -42,16 +41,14 @@ class Event:
 def read_trace(path: Path) -> list[Event]:
     """Return the complete events of a trace, gzipped if it ends in .gz, by start time; of two that start together, the
     longer one first."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         rows = [{"cat": "", "args": {}} | row for row in json.load(file)["traceEvents"] if row["ph"] == "X"]
     launches = {row["args"].get("correlation"): row["ts"] for row in rows if row["cat"] in LAUNCHES}
-    events = [
-        Event(
-            row["name"], row["cat"], row["ts"], row["dur"], f"{row['pid']}/{row['tid']}",
-            launches.get(row["args"].get("correlation", "none")) if row["cat"] in GPU_WORK else None,
-        )
-        for row in rows
-    ]  # fmt: skip
+    events = list[Event]()
+    for row in rows:
+        launched = launches.get(row["args"].get("correlation", "none")) if row["cat"] in GPU_WORK else None
+        thread = f"{row['pid']}/{row['tid']}"
+        events.append(Event(row["name"], row["cat"], row["ts"], row["dur"], thread, launched))
     return sorted(events, key=lambda event: (event.start, -event.duration))
 
 
