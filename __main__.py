@@ -34,19 +34,21 @@ COMMANDS = {
 
 def main() -> int:
     """Run the module of the command named by the first argument; returns the exit status."""
+    # As with `python train.py`, no file of the working directory shadows a library or a module of this program.
+    sys.path[:] = [str(CODE), *(path for path in sys.path if path not in ("", os.getcwd()))]
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
+        from utils.errors import exit_in_a_line
+
         width = max(map(len, COMMANDS))
-        print("usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n")
-        print("\n".join(f"  {command:{width}}  {what}" for command, (_, what) in COMMANDS.items()))
-        return 0
+        lines = [f"  {command:{width}}  {what}\n" for command, (_, what) in COMMANDS.items()]
+        usage = "usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n\n"
+        return exit_in_a_line(lambda: sys.stdout.write(usage + "".join(lines)) and 0)()
     if name == "--version":
         sys.argv.insert(1, name := "train")
     if name not in COMMANDS:
         print(f"error: no such command: {name}; expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    # As with `python train.py`, no file of the working directory shadows a library or a module of this program.
-    sys.path[:] = [str(CODE), *(path for path in sys.path if path not in ("", os.getcwd()))]
     del sys.argv[1]
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
     return 0

@@ -36,6 +36,7 @@ ANSWERS = {
     "a short answer": command("print('x')"),
     "--list-configs": [PYTHON, "train.py", "--list-configs"],
     "--help": [PYTHON, "train.py", "--help"],
+    "the commands": [PYTHON, "__main__.py"],
 }
 
 
