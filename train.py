@@ -57,9 +57,10 @@ from utils.run.preemption import StopRequests, ignore_signals, listen
 from utils.timing.clock import Clock, process_age
 from utils.training.batches import TrainingBatches
 from utils.training.checks.dry_run import describe
+from utils.training.checks.start import check_network
 from utils.training.checks.stragglers import StepWatch
 from utils.training.checks.verify_steps import Verifier
-from utils.training.learner import build_learner, check_outputs, check_settings
+from utils.training.learner import build_learner, check_settings
 from utils.training.metrics.confusion import Confusion
 from utils.training.metrics.throughput import Throughput
 from utils.training.validation import Collector, compile_validation, validate
@@ -96,7 +97,8 @@ class Trainer:
         self.learner = build_learner(config, build, world, len(self.loaders.train), compile_timer=compile_timer)
         compile_validation(self.learner, self.loaders.valid.plan, world.device)
         self.verifier = Verifier(self.learner, world) if config.verify_every_steps is not None else None
-        check_outputs(self.learner, config.model, self.data["shape"])
+        valid_batches = map(len, self.loaders.valid.plan.batches(0))
+        check_network(self.learner, config.model, self.data["shape"], valid_batches)
         self.watch = StepWatch(self.learner.model, world, self.clock)
         mix = BatchMix(config, self.loaders.train.plan)
         profiler = self.learner.profiler

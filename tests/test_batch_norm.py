@@ -2,16 +2,15 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from train import Trainer
 from utils.config import Config
-from utils.distributed.world import World
+from utils.training.averages import RunningStatistics
 from utils.training.kernels.batch_norm import COUNTER, defer_batch_counters
 
 Tiny = Callable[..., Config]
@@ -20,22 +19,22 @@ Tiny = Callable[..., Config]
 class MixedNetwork(nn.Module):
     """Layers that are called twice, never, frozen, compute with their counter, or have none."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.twice, self.never, self.frozen = nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
         self.by_count, self.without = nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3, track_running_stats=False)
         self.frozen.eval()
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return self.without(self.by_count(self.frozen(self.twice(self.twice(images)))))
 
 
-def equal_states(found: nn.Module, expected: nn.Module) -> bool:
+def equal_states(found, expected):
     pairs = zip(found.state_dict().items(), expected.state_dict().items(), strict=True)
     return all(name == other and torch.equal(value, wanted) for (name, value), (other, wanted) in pairs)
 
 
-def test_counters_equal_those_of_separate_layers() -> None:
+def test_counters_equal_those_of_separate_layers():
     expected = MixedNetwork()
     found = copy.deepcopy(expected)
     defer_batch_counters(found)
@@ -52,23 +51,55 @@ def test_counters_equal_those_of_separate_layers() -> None:
     assert found.twice.num_batches_tracked is counter
 
 
+class OwnBuffers(nn.Module):
+    """Statistics of several kinds: without momentum, of InstanceNorm, assigned anew; a constant and a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_count, self.instance = nn.BatchNorm2d(3, momentum=None), nn.InstanceNorm2d(3, track_running_stats=True)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("constant", torch.tensor(0.1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images):
+        self.mean = 0.9 * self.mean + 0.1 * images.mean()
+        self.count += 1
+        return self.instance(self.by_count(images))
+
+
+def test_micro_batches_leave_the_buffers_of_as_many_ranks():
+    one = OwnBuffers()
+    ranks = [copy.deepcopy(one) for _ in range(3)]
+    defer_batch_counters(one)
+    statistics = RunningStatistics(one)
+    for _ in range(4):
+        statistics.start()
+        for rank, network in enumerate(ranks):
+            images = rank + torch.randn(4, 3, 5, 5)
+            one(images)
+            statistics.collect(last=rank == 2)
+            network(images)
+    for name, buffer in one.named_buffers():
+        mean = torch.stack([network.get_buffer(name).double() for network in ranks]).mean(0)
+        torch.testing.assert_close(buffer.float(), mean.float(), msg=name)
+    assert one.constant == torch.tensor(0.1) and one.by_count.num_batches_tracked == one.count == 4
+
+
 class Increments(TorchDispatchMode):
     """Counts operations on the counters of all layers and of single layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.of_all, self.of_one = 0, 0
 
-    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(self, operation, types, inputs=(), options=None):
         self.of_all += operation == torch.ops.aten._foreach_add_.ScalarList
         self.of_one += operation == torch.ops.aten.add_.Tensor and inputs[0].dtype == torch.int64
         return operation(*inputs, **options or {})
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 8, "ema_decay": 0.9}], ids=["plain", "accumulation"])
-def test_a_forward_pass_increments_all_counters_in_one_operation(
-    tiny: Tiny, one_rank: World, changes: dict[str, object]
-) -> None:
+def test_a_forward_pass_increments_all_counters_in_one_operation(tiny, one_rank, changes):
     learner = Trainer(tiny(**changes), one_rank).learner
     with Increments() as increments:
         learner.train_step(torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
@@ -76,4 +107,4 @@ def test_a_forward_pass_increments_all_counters_in_one_operation(
     assert (increments.of_all, increments.of_one) == (passes, 0)
     for network in (learner.model, learner.validated):
         counters = [value for name, value in network.state_dict().items() if name.endswith(COUNTER)]
-        assert len(counters) == 9 and all(value == passes for value in counters)
+        assert len(counters) == 9 and all(value == 1 for value in counters)  # one step, as on several ranks

@@ -1,8 +1,6 @@
 """The settings and networks of the blocks in config/ train two short epochs on a CPU."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +35,7 @@ SHORT = {
 }
 
 
-def shorten(config: Config, **changes: Any) -> Config:
+def shorten(config, **changes):
     """Shorten a block to two epochs of one batch."""
     values = config.model_dump() | SHORT | changes
     values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
@@ -47,7 +45,7 @@ def shorten(config: Config, **changes: Any) -> Config:
     return Config(**values)
 
 
-def run(config: Config, folder: Path) -> None:
+def run(config, folder):
     """Train through the main of train.py."""
     arguments = Arguments(config, "block", folder, "never", dry_run=False)
     assert train.main(arguments) == 0
@@ -58,7 +56,7 @@ def run(config: Config, folder: Path) -> None:
     assert all(math.isfinite(epoch["loss/valid"]) for epoch in validated)
 
 
-def _with_small_network(path: Path, name: str) -> dict[str, Any]:
+def _with_small_network(path, name):
     """Return the shortened block with the smallest network, and synthetic shapes or small pictures."""
     config = load_config(path, name)
     changes = {"num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "save_checkpoint": False}
@@ -67,7 +65,7 @@ def _with_small_network(path: Path, name: str) -> dict[str, Any]:
     return shorten(config, **changes, batch_size=8, valid_batch_size_per_gpu=8).model_dump(mode="json")
 
 
-def _blocks_with_every_setting() -> list[Any]:
+def _blocks_with_every_setting():
     """Choose few blocks that together cover the settings of all: each string, and each other value as true or false."""
     settings = {
         block: {
@@ -84,15 +82,13 @@ def _blocks_with_every_setting() -> list[Any]:
 
 
 @pytest.mark.parametrize(("path", "name"), _blocks_with_every_setting())
-def test_every_setting_of_a_block_trains(
-    path: Path, name: str, tmp_path: Path, pictures: Callable[[int], Path]
-) -> None:
+def test_every_setting_of_a_block_trains(path, name, tmp_path, pictures):
     config = Config(**_with_small_network(path, name))
     where = {"data_path": str(pictures(32))} if config.dataset == "imagenet" else {}
     run(config.model_copy(update=where), tmp_path)
 
 
-def _one_block_of_each_network() -> list[Any]:
+def _one_block_of_each_network():
     """Choose the first block with each (file, network, stem), and COMPILED."""
     chosen: dict[Any, Any] = {}
     for block in BLOCKS:
@@ -105,9 +101,7 @@ def _one_block_of_each_network() -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("path", "name"), _one_block_of_each_network())
-def test_every_network_trains_two_short_epochs(
-    path: Path, name: str, tmp_path: Path, pictures: Callable[[int], Path]
-) -> None:
+def test_every_network_trains_two_short_epochs(path, name, tmp_path, pictures):
     """With the block's own network and image size (224 pixels for ImageNet), and batches of eight images.
 
     test_blocks_on_real_data trains blocks of the tutorial with whole batches. Only COMPILED is compiled, which takes a
@@ -117,25 +111,3 @@ def test_every_network_trains_two_short_epochs(
     compiled = {"enable_compile": name == COMPILED and config.enable_compile}
     small = {"num_classes": CLASSES, "batch_size": 8, "valid_batch_size_per_gpu": 8, "save_checkpoint": False}
     run(shorten(config, **small, **data, **compiled), tmp_path)
-
-
-def test_blocks_of_the_sources_have_their_batches_and_levels() -> None:
-    """As results/reference/README.md documents them."""
-    for file, networks in (
-        ("imagenet", ("resnet50", "resnet18", "alexnet", "vgg16")),
-        ("cifar10", ("resnet50", "vgg16")),
-    ):
-        blocks = {
-            name: load_config(ROOT / f"config/{file}.yaml", name) for name in list_blocks(ROOT / f"config/{file}.yaml")
-        }
-        for network in networks:
-            levels = [blocks[f"{network}-o{level}"] for level in range(4)]
-            assert [(config.model, config.opt_level) for config in levels] == [(network, f"O{n}") for n in range(4)]
-        assert {config.parallel for config in blocks.values()} == {"ddp", "dataparallel"}
-    imagenet = {
-        name: load_config(ROOT / "config/imagenet.yaml", name) for name in ("resnet50-bs128", "resnet50-bs1024-o1")
-    }
-    assert [config.batch_size for config in imagenet.values()] == [128, 1024]
-    big = imagenet["resnet50-bs1024-o1"]
-    assert (big.peak_lr, big.lr_warmup_epochs) == (pytest.approx(0.4), 5)
-    assert load_config(ROOT / "config/imagenet.yaml", "resnet50-sync-bn").enable_sync_bn

@@ -1,8 +1,7 @@
 """What torch.compile compiles, how often, and where: training steps of each image size, validation, under DDP."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from tools.bench.training import build_measured
 from train import Trainer
 from utils.config import Config
 from utils.distributed.ddp import wrap_in_ddp
-from utils.distributed.world import World
 from utils.training import validation
-from utils.training.learner import Learner
 from utils.training.validation import classify
 
 Tiny = Callable[..., Config]
@@ -25,14 +22,14 @@ BATCHES = [(torch.randn(count, 3, 32, 32), torch.randint(10, (count,))) for coun
 
 
 @pytest.fixture(autouse=True)
-def small_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_network(monkeypatch):
     for module in ("train", "tools.bench.training"):
         monkeypatch.setattr(f"{module}.build_model", lambda config, **_: Small())
     counters.clear()
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
+def compiled(monkeypatch):
     """Counts compilations, and leaves out Inductor, which would take a second for each."""
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
@@ -40,7 +37,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
 
 
 @pytest.fixture
-def ddp(tiny: Tiny, one_rank: World, compiled: CompileCounter) -> Iterator[Learner]:
+def ddp(tiny, one_rank, compiled):
     """A compiled learner in DDP with four micro-batches in each step."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -50,7 +47,7 @@ def ddp(tiny: Tiny, one_rank: World, compiled: CompileCounter) -> Iterator[Learn
         dist.destroy_process_group()
 
 
-def test_a_compiled_prediction_equals_the_eager_one(tiny: Tiny, one_rank: World) -> None:
+def test_a_compiled_prediction_equals_the_eager_one(tiny, one_rank):
     """Of the moving average in NHWC with all views, before and after other weights are loaded. One graph is compiled,
     and none for the shorter last batch."""
     config = tiny(ema_decay=0.5, enable_nhwc=True, cpu_kernels=False, test_time_views=6)
@@ -68,13 +65,11 @@ def test_a_compiled_prediction_equals_the_eager_one(tiny: Tiny, one_rank: World)
     assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (1, {})
 
 
-def test_validation_is_compiled_where_the_run_has_enough_of_it(
-    tiny: Tiny, one_rank: World, monkeypatch: pytest.MonkeyPatch, compiled: CompileCounter
-) -> None:
+def test_validation_is_compiled_where_the_run_has_enough_of_it(tiny, one_rank, monkeypatch, compiled):
     """600 images: 200 in each validation, counted once for each view."""
     monkeypatch.setattr(validation, "MIN_COMPILED_IMAGES", 600)
 
-    def compiles(**changes: object) -> bool:
+    def compiles(**changes):
         settings = {"enable_compile": True, "lr_schedule": "constant"} | changes
         return Trainer(tiny(**settings), one_rank).learner.compiled is not None
 
@@ -84,16 +79,14 @@ def test_validation_is_compiled_where_the_run_has_enough_of_it(
     assert not compiles(max_epochs=3, enable_compile=False)
 
 
-def test_a_run_compiles_once_for_each_image_size_and_for_validation(
-    tiny: Tiny, one_rank: World, monkeypatch: pytest.MonkeyPatch, compiled: CompileCounter, tmp_path: Path
-) -> None:
+def test_a_run_compiles_once_for_each_image_size_and_for_validation(tiny, one_rank, monkeypatch, compiled, tmp_path):
     """At the first step of each of ten sizes, two more than Dynamo's own limit, and at the first validation."""
     monkeypatch.setattr(validation, "MIN_COMPILED_IMAGES", 0)
     progressive = {"progressive_image_sizes": [[7 + number, number / 10] for number in range(1, 10)], "max_epochs": 10}
     trainer = Trainer(tiny(enable_compile=True, limit_train_batches=2, **progressive), one_rank, tmp_path)
     train_step, counts = trainer.learner.train_step, []
 
-    def count(*batch: torch.Tensor) -> None:
+    def count(*batch):
         train_step(*batch)
         counts.append(compiled.frame_count)
 
@@ -103,7 +96,7 @@ def test_a_run_compiles_once_for_each_image_size_and_for_validation(
     assert (compiled.frame_count, dict(counters["graph_break"])) == (11, {})
 
 
-def test_ddp_calls_the_compiled_network(ddp: Learner, compiled: CompileCounter) -> None:
+def test_ddp_calls_the_compiled_network(ddp, compiled):
     """Compiled code that calls DDP breaks at DDP's own code, and compiles it again for steps without communication."""
     for batch in BATCHES[:2]:
         ddp.train_step(*batch)
@@ -111,9 +104,7 @@ def test_ddp_calls_the_compiled_network(ddp: Learner, compiled: CompileCounter) 
     assert (compiled.frame_count, dict(counters["graph_break"])) == (network_and_loss, {})
 
 
-def test_a_compiled_network_is_split_where_ddps_buckets_end(
-    ddp: Learner, compiled: CompileCounter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_network_is_split_where_ddps_buckets_end(ddp, compiled, monkeypatch):
     """So that a bucket's all-reduce starts before the backward pass of the other layers."""
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 200)
     ddp.step.model.bucket_bytes_cap = 200  # bytes, about the last layer's
@@ -121,7 +112,7 @@ def test_a_compiled_network_is_split_where_ddps_buckets_end(
     assert compiled.frame_count > 2  # network and loss
 
 
-def test_names_in_checkpoints_are_the_networks(ddp: Learner) -> None:
+def test_names_in_checkpoints_are_the_networks(ddp):
     """Of weights and moving average; torch.compile adds `_orig_mod.` to a module's names, and DDP `module.`."""
     ddp.train_step(*BATCHES[0])
     state = ddp.state_dict()

@@ -33,7 +33,7 @@ from utils.distributed.world import World, cores_near, pin_near_gpu
 from utils.errors import ConfigError
 from utils.run.checkpoint.io import newest_good
 from utils.run.logging.logger import RunLogger
-from utils.training.kernels.batch_norm import RunningStatistics
+from utils.training.averages import RunningStatistics
 from utils.training.optimizers.build import set_learning_rate
 from utils.training.step import compiles
 
@@ -385,7 +385,7 @@ def test_dataparallel_refuses_settings_that_need_one_gpu():
             "a CUDA graph cannot span its GPUs; use false or auto",
         ),
         ({"enable_compile": True}, "its replicas run in threads, where PyTorch compiles nothing; use false or auto"),
-        ({"verify_every_steps": 10}, "verify_every_steps cannot repeat a step of parallel dataparallel"),
+        ({"verify_every_steps": 10}, "its GPUs draw random numbers of their own"),
     ):
         with pytest.raises(ValueError, match=message):
             configuration(parallel="dataparallel", **refused)

@@ -5,10 +5,11 @@ import errno
 import pytest
 import torch
 
+from train import Trainer
 from utils.distributed.ranks import run_ranks
 from utils.errors import explain
 
-REMEDY = "use a smaller micro_batch_size, which keeps batch_size, a smaller batch_size, or enable_amp=true;"
+MORE = "use less data, or a job or machine with more memory;"
 OF_CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB."
 
 
@@ -26,7 +27,7 @@ def allocate(device):
 def test_out_of_memory(device, first_line, capsys):
     assert run_ranks(lambda world: allocate(device), "cpu", 20) == 1
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"error: {first_line}") and second.startswith(REMEDY)
+    assert first.startswith(f"error: {first_line}") and second.startswith(MORE)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,22 @@ def test_reports_of_memory(error, first_line):
     explained = explain(error)
     assert explained.exit_status == 1
     first, second = str(explained).splitlines()
-    assert first == first_line and second.startswith(REMEDY)
+    assert first == first_line and second.startswith(MORE)
+
+
+def test_a_smaller_micro_batch_is_the_remedy_in_the_step_only(tiny, one_rank, monkeypatch):
+    def fails(images):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trainer = Trainer(tiny(), one_rank)
+    monkeypatch.setattr(trainer.learner.model, "forward", fails)
+    for pass_of_data, remedy in (
+        (trainer.train_one_epoch, "use a smaller micro_batch_size, which keeps batch_size, a smaller batch_size, or "),
+        (trainer.validate_one_epoch, "use a smaller valid_batch_size_per_gpu; "),
+    ):
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            pass_of_data()
+        assert str(explain(raised.value)).splitlines()[1].startswith(remedy)
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named():

@@ -11,11 +11,6 @@ from utils.errors import ConfigError
 QUICK = settings(
     max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
-LONG = settings(QUICK, max_examples=3000)
-BOTH = [
-    pytest.param(QUICK, id="150"),
-    pytest.param(LONG, id="3000", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
-]
 
 LINES = [line for line in CIFAR100.read_text(encoding="utf-8").splitlines() if line.strip()]
 # Syntax of YAML, and extreme numbers, keys and paths.
@@ -49,11 +44,10 @@ def load_or_refuse(path, name, overrides=()):
 
 
 @pytest.mark.filterwarnings("ignore::ruamel.yaml.error.ReusedAnchorWarning")
-@pytest.mark.parametrize("examples", BOTH)
-def test_any_text_as_a_configuration_file(folder, examples):
+def test_any_text_as_a_configuration_file(folder):
     path = folder / "config.yaml"
 
-    @examples
+    @QUICK
     @given(content=YAML_TEXT.map(str.encode) | st.binary(max_size=50), headed=st.booleans())
     def check(content, headed):
         path.write_bytes(b"default:\n  " * headed + content)
@@ -62,12 +56,11 @@ def test_any_text_as_a_configuration_file(folder, examples):
     check()
 
 
-@pytest.mark.parametrize("examples", BOTH)
-def test_any_text_as_an_override(folder, examples):
+def test_any_text_as_an_override(folder):
     path = folder / "small.yaml"
     path.write_text("default: {lr: 0.1}\n", encoding="utf-8")
 
-    @examples
+    @QUICK
     @given(overrides=st.lists(OVERRIDES, min_size=1, max_size=2))
     def check(overrides):
         load_or_refuse(path, "default", overrides)

@@ -25,7 +25,7 @@ from train import Trainer
 from utils.config import Config
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
-from utils.training.kernels.batch_norm import RunningStatistics
+from utils.training.averages import RunningStatistics
 from utils.training.step import GraphedStep
 
 pytestmark = [

@@ -22,10 +22,6 @@ from models import build_model
         ("vgg16", "7x7", 10, 14_719_818),  # torchvision's convolutions and one linear layer
         ("vgg16_bn", "7x7", 10, 14_728_266),  # as in pytorch-cifar
         ("resnet50", "imagenet", 1000, 25_557_032),  # these and the following: torchvision's documentation
-        ("resnet18", "imagenet", 1000, 11_689_512),
-        ("resnet34", "imagenet", 1000, 21_797_672),
-        ("resnet101", "imagenet", 1000, 44_549_160),
-        ("resnet152", "imagenet", 1000, 60_192_808),
         ("alexnet", "imagenet", 1000, 61_100_840),
     ],
 )

@@ -110,16 +110,3 @@ def test_the_iteration_in_bf16_keeps_the_singular_values_of_float32():
     expected = torch.linalg.svdvals(newton_schulz_by_squares(matrices))
     found = torch.linalg.svdvals(newton_schulz(matrices.bfloat16()).float())
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0)
-
-
-def test_channels_last_makes_no_difference(tiny):
-    results = []
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        weight = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
-        parameter = nn.Parameter(weight.to(memory_format=memory_format))
-        optimizer = build_optimizer(tiny(optimizer="muon", lr=0.01), [parameter])
-        parameter.grad = weight.flip(0).to(memory_format=memory_format)
-        optimizer.step()
-        assert parameter.is_contiguous(memory_format=memory_format)
-        results.append(parameter.detach().contiguous())
-    assert torch.equal(*results)

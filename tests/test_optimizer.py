@@ -6,13 +6,11 @@ import random
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.conftest import CIFAR100, ROOT, read_records
 from train import Trainer
 from utils.config import Config, load_config
-from utils.errors import ConfigError
-from utils.training.optimizers import build as optimizer_module
 from utils.training.optimizers.build import build_optimizer, load_optimizer, set_learning_rate
 from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule, explain_warmup
 
@@ -44,10 +42,6 @@ def test_the_tutorials_warmup_rises_per_epoch(name):
     assert [config.lr * schedule.factor(step) for step in range(len(expected))] == pytest.approx(expected, rel=1e-15)
     published = json.loads((ROOT / "results/reference/sc20_curves.json").read_text())["runs"][name]["learning_rate"]
     assert published[: len(rates)] == pytest.approx(rates)
-
-
-def test_a_warmup_of_no_epochs_starts_at_the_peak():
-    assert build_schedule(Config(lr_warmup_by="epoch"), 24).factor(0) == 1
 
 
 def test_training_follows_the_warmup_per_epoch(tiny, one_rank, tmp_path):
@@ -151,12 +145,6 @@ def test_a_resumed_plateau_has_the_new_patience_and_the_saved_counts(tiny, one_r
     assert after.plateau.cuts == 1
 
 
-def test_nan_is_no_progress_for_the_plateau():
-    plateau = Plateau(patience=0)
-    plateau.observe(math.nan)
-    assert plateau.cuts == 1
-
-
 def test_learning_rate_reaches_every_group():
     groups = [{"params": [nn.Parameter(torch.zeros(()))], "initial_lr": rate} for rate in (1.0, 0.1)]
     optimizer = torch.optim.SGD(groups, lr=1.0)
@@ -208,7 +196,7 @@ def test_sgd_and_adamw_equal_pytorchs(tiny, changes, fused):
     torch.testing.assert_close(found, trained(build_reference), rtol=1e-6, atol=1e-7)
 
 
-def half_weights_after_three_updates(config: Config, device: str, dtype: torch.dtype) -> Tensor:
+def half_weights_after_three_updates(config, device, dtype):
     """Train 67 half-precision weights: not a multiple of the kernels' vector width."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(4, 67, generator=generator).to(device, dtype)
@@ -216,34 +204,12 @@ def half_weights_after_three_updates(config: Config, device: str, dtype: torch.d
     return train(build_optimizer(config, [parameter]), parameter, gradients).cpu()
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_the_update_of_half_weights_is_right_on_a_cpu(tiny, nesterov):
-    """PyTorch's fused kernel before 2.14 is wrong by more than 1."""
-    values = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
-    plain, chosen = (
-        half_weights_after_three_updates(tiny(enable_extra_opts=on, **values), "cpu", torch.bfloat16)
-        for on in (False, True)
-    )
-    # each of the three updates rounds weight and momentum to 8 bits, at different points
-    torch.testing.assert_close(chosen, plain, rtol=6 * 2**-8, atol=6 * 2**-8)
-
-
-def test_half_weights_are_not_fused_where_pytorchs_kernel_is_wrong(tiny, one_rank, monkeypatch):
-    def fused(opts=True, **changes):
-        learner = Trainer(tiny(enable_extra_opts=opts, amp_dtype="bf16", **changes), one_rank).learner
-        return learner.optimizer.param_groups[0]["fused"], [note for note in learner.notes if "fused" in note]
-
-    monkeypatch.setattr(optimizer_module, "FUSED_HALF_FIXED_IN", "99")
-    assert fused(opt_level="O3") == (
-        None, [f"fused_optimizer disabled: torch {torch.__version__} updates half-precision weights wrongly on a CPU"],
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"enable_extra_opts \[fused_optimizer\] with half-precision weights"):
-        fused(["fused_optimizer"], opt_level="O3")
-    for others in ({"opt_level": "O2"}, {"opt_level": "O1"}, {"opt_level": "O3", "optimizer": "adamw"}):
-        assert fused(**others) == (True, []), others
-    monkeypatch.undo()
-    monkeypatch.setattr(optimizer_module, "FUSED_HALF_FIXED_IN", "2.0")
-    assert fused(opt_level="O3") == (True, [])
+def test_half_weights_are_not_fused_on_a_cpu(tiny, one_rank):
+    """PyTorch's fused kernel before 2.14 does not update most of them."""
+    for changes, fused in (({"opt_level": "O3"}, None), ({"opt_level": "O2"}, True), ({}, True)):
+        learner = Trainer(tiny(enable_extra_opts=True, amp_dtype="bf16", **changes), one_rank).learner
+        assert learner.optimizer.param_groups[0]["fused"] is fused
+        assert any("fused_optimizer: no effect" in note for note in learner.notes) is (fused is None)
 
 
 def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):

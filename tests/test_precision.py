@@ -98,10 +98,6 @@ def test_settings_choose_the_precision(tiny, changes, expected):
     assert str(choose_precision(tiny(**changes), CPU)).removesuffix(".0") == expected
 
 
-def test_o0_is_float32(tiny):
-    assert choose_precision(tiny(opt_level="O0", enable_amp=True), CPU) == choose_precision(tiny(), CPU)
-
-
 def test_cuda_chooses_fp16_with_dynamic_scaling_but_none_for_o3(tiny):
     cuda = torch.device("cuda", 0)
     assert str(choose_precision(tiny(enable_amp=True), cuda)) == "fp16 autocast, loss scale dynamic"
@@ -178,6 +174,15 @@ def test_master_weights_collect_updates_that_half_weights_lose(tiny):
         moved[level] = (after != before.to(after.dtype)).float().mean().item()
     assert moved["O2"] > 0.95
     assert moved["O3"] < 0.1  # only those near zero
+
+
+def test_a_tied_weight_is_saved_in_full_precision_under_each_name():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    weights = MasterWeights(model, Precision("cpu", "O2"))
+    weights.masters["0.weight"].data += 1e-4
+    saved = weights.state_dict()
+    assert saved["1.weight"].dtype == torch.float32 and torch.equal(saved["0.weight"], saved["1.weight"])
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -4,7 +4,6 @@ import itertools
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.conftest import RECIPE, ROOT, check_equal_training
 from tools.bench.training import build_measured
 from train import Trainer
-from utils.config import Config
 from utils.distributed.ddp import wrap_in_ddp
-from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.logging.logger import RunLogger
 from utils.training.kernels import weight_products
@@ -127,11 +124,11 @@ def test_our_own_layers_need_nhwc_and_an_eager_step(tiny, key):
 class Small(nn.Module):
     """Compiles in seconds: images [N, 3, 32, 32] -> logits [N, 10]."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.Linear(4, 10)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images):
         return self.fc(self.norm(self.conv(images)).relu().mean((2, 3)))
 
 
@@ -238,7 +235,7 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count_reads(config: Config, one_rank: World, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, int]:
+def count_reads(config, one_rank, monkeypatch, folder):
     """Train an epoch; return the number of host reads outside log points and in them."""
     trainer = Trainer(config, one_rank)
     logger = RunLogger(folder, enabled=True, to_screen=False, to_tensorboard=False)
@@ -266,7 +263,7 @@ def test_gradients_are_averaged_once_per_step(tiny, one_rank):
     """With the last of four micro-batches, in one bucket."""
     buckets = []
 
-    def reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def reduce(state, bucket):
         buckets.append(bucket)
         return default_hooks.allreduce_hook(None, bucket)
 

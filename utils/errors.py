@@ -10,8 +10,10 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import ParamSpec, TextIO
 from unicodedata import normalize
 
@@ -160,7 +162,7 @@ def explain(error: Exception) -> ExpectedError | None:
     if found is None and "DataLoader worker" in text:
         found = ExpectedError(_explain_loader_worker(text))
     elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(text)):
-        found = ExpectedError(_explain_memory(text))
+        found = ExpectedError(_explain_memory(error))
     elif isinstance(error, RuntimeError) and NOT_DETERMINISTIC in text:
         operation = text.partition(NOT_DETERMINISTIC)[0].split()[-1]
         found = ConfigError(
@@ -177,13 +179,18 @@ def explain(error: Exception) -> ExpectedError | None:
     return found
 
 
-def _explain_memory(text: str) -> str:
-    requested = REQUESTED_MEMORY.search(text)
-    where = "GPU" if "CUDA" in text else "host"
+def _explain_memory(error: Exception) -> str:
+    requested = REQUESTED_MEMORY.search(str(error))
+    where = "GPU" if "CUDA" in str(error) else "host"
+    files = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
+    remedy = "use less data, or a job or machine with more memory"
+    if "step.py" in files:  # utils/training/step.py
+        remedy = "use a smaller micro_batch_size, which keeps batch_size, a smaller batch_size, or enable_amp=true"
+    elif "validation.py" in files:
+        remedy = "use a smaller valid_batch_size_per_gpu"
     return (
         f"out of {where} memory{f' when allocating {requested[1]}' if requested else ''}\n"
-        "use a smaller micro_batch_size, which keeps batch_size, a smaller batch_size, or enable_amp=true; "
-        "--dry-run estimates the memory"
+        f"{remedy}; --dry-run estimates the memory of training"
     )
 
 

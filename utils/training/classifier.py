@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from utils import seeds
 from utils.distributed.ddp import synchronise_batch_norm
 from utils.distributed.world import World
+from utils.training.averages import Ema, build_ema
 from utils.training.config import TrainingConfig
-from utils.training.ema import Ema, build_ema
 from utils.training.kernels.process import prepare_backends
 from utils.training.kernels.use import use_kernels
 from utils.training.precision import MasterWeights, Precision, choose_precision

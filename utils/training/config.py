@@ -100,19 +100,15 @@ class ScheduleConfig(SharedConfig):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> "ScheduleConfig":
-        if self.lr_schedule == "onecycle" and self.lr_warmup_epochs == 0:
+        onecycle, epochs = self.lr_schedule == "onecycle", self.lr_warmup_epochs
+        if onecycle and epochs == 0:
             raise ValueError("lr_warmup_epochs is 0; lr_schedule onecycle rises over it and needs a value above 0")
-        if self.lr_warmup_by == "epoch" and self.lr_schedule == "onecycle":
-            raise ValueError("lr_warmup_by is epoch, but lr_schedule onecycle rises with every step; use step")
-        if self.lr_warmup_by == "epoch" and self.lr_warmup_epochs % 1:
-            raise ValueError(
-                f"lr_warmup_by epoch needs whole epochs, but lr_warmup_epochs is {self.lr_warmup_epochs:g}; use step"
-            )
+        if self.lr_warmup_by == "epoch" and (onecycle or epochs % 1):
+            why = "lr_schedule onecycle rises with every step" if onecycle else f"lr_warmup_epochs is {epochs:g}"
+            raise ValueError(f"lr_warmup_by epoch needs whole epochs, but {why}; use step")
         if self.schedule_kind == "plateau" and self.validate_every_epochs > 1:
-            raise ValueError(
-                f"lr_schedule {self.lr_schedule} follows the validation loss of every epoch, but "
-                f"validate_every_epochs is {self.validate_every_epochs}; use 1 or another schedule, such as cosine"
-            )
+            why = f"validate_every_epochs is {self.validate_every_epochs}; use 1 or another schedule, such as cosine"
+            raise ValueError(f"lr_schedule {self.lr_schedule} follows the validation loss of every epoch, but {why}")
         return self
 
 
@@ -137,10 +133,10 @@ class RecipeConfig(ScheduleConfig):
     def _check_sizes(self) -> "RecipeConfig":
         if self.test_time_views not in (1, 2, 6):
             raise ValueError(f"test_time_views is {self.test_time_views}; allowed: 1, 2, 6")
-        fractions = [fraction for _, fraction in self.progressive_image_sizes]
+        sizes, fractions = self.progressive_image_sizes, [fraction for _, fraction in self.progressive_image_sizes]
         if fractions != sorted(set(fractions)):
-            sizes = as_yaml(self.progressive_image_sizes)
-            raise ValueError(f"progressive_image_sizes {sizes}: expected [SIDE, FRACTION] pairs with rising fractions")
+            pairs = "expected [SIDE, FRACTION] pairs with rising fractions"
+            raise ValueError(f"progressive_image_sizes {as_yaml(sizes)}: {pairs}")
         return self
 
 
@@ -169,9 +165,8 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
 
     enable_extra_opts: bool | Annotated[tuple[ExtraOpt, ...], Field(strict=False)] = False
     """EXTRA: the tutorial's switch: true, or a list of fused_optimizer, zero_grad_set_to_none, cudnn_benchmark.
-    fused_optimizer: one fused kernel for the whole update of sgd or adamw; on a CPU before torch 2.14 it updates
-    half-precision weights (O3) wrongly, so true leaves it out there, and in a list it is an error.
-    zero_grad_set_to_none: drop gradients instead of writing zeros into them. cudnn_benchmark: let cuDNN time its
+    fused_optimizer: one fused kernel for the whole update of sgd or adamw, except of half-precision weights (O3) on a
+    CPU. zero_grad_set_to_none: drop gradients instead of writing zeros into them. cudnn_benchmark: let cuDNN time its
     convolution algorithms and use the fastest."""
     stem_channels: Literal[3, 4, 8] = 3
     """STEM: pad the input of the first convolution with zeros to this many channels; tensor cores take 4 or 8 at once.
@@ -206,10 +201,7 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     @model_validator(mode="after")
     def _check_speed(self) -> "SpeedConfig":
         if self.extra_opt("fused_optimizer") and self.optimizer not in HAVE_FUSED_KERNEL:
-            raise ValueError(
-                f"enable_extra_opts has fused_optimizer, but optimizer {self.optimizer} has no fused kernel; "
-                f"allowed: {', '.join(HAVE_FUSED_KERNEL)}"
-            )
+            raise ValueError(f"enable_extra_opts has fused_optimizer, which optimizer {self.optimizer} does not have")
         layers = {name: self.cpu_kernel(name) for name in ("winograd", "weight_products")}
         for name, asked in {"fuse_norm_relu": self.fuse_norm_relu, **layers}.items():
             key = name if name == "fuse_norm_relu" else f"cpu_kernels [{name}]"
@@ -221,10 +213,8 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
             raise ValueError("fuse_norm_relu has no BatchNorm over all ranks; set it or enable_sync_bn to false")
         autocast = self.opt_level == "O1" or (self.enable_amp and self.opt_level is None)
         if self.parallel == "dataparallel" and autocast and self.amp_dtype == "bf16":
-            raise ValueError(
-                "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2; the threads of parallel dataparallel "
-                "do not inherit the number format and would compute in fp16"
-            )
+            why = "the threads of parallel dataparallel do not inherit the number format and would compute in fp16"
+            raise ValueError(f"amp_dtype bf16 with autocast needs parallel ddp or opt_level O2; {why}")
         return self
 
 
@@ -243,29 +233,20 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
     @model_validator(mode="after")
     def _check_training(self) -> "TrainingConfig":
         if self.ema_decay is not None and self.opt_level in ("O2", "O3"):
-            raise ValueError(
-                f"ema_decay {self.ema_decay:g} needs float32 weights; use opt_level O0 or O1, not {self.opt_level}"
-            )
-        if self.parallel == "dataparallel":
-            for key, reason in (
-                ("enable_cuda_graphs", "a CUDA graph cannot span its GPUs"),
-                ("enable_compile", "its replicas run in threads, where PyTorch compiles nothing"),
-            ):
-                if getattr(self, key) is True:
-                    raise ValueError(f"{key} is true, but parallel is dataparallel: {reason}; use false or auto")
-            if self.verify_every_steps is not None:
-                raise ValueError(
-                    "verify_every_steps cannot repeat a step of parallel dataparallel, whose GPUs draw random numbers "
-                    "of their own; use null, or parallel ddp"
-                )
+            raise ValueError(f"ema_decay needs float32 weights; use opt_level O0 or O1, not {self.opt_level}")
+        for key, reason in {
+            "enable_cuda_graphs": "a CUDA graph cannot span its GPUs; use false or auto",
+            "enable_compile": "its replicas run in threads, where PyTorch compiles nothing; use false or auto",
+            "verify_every_steps": "its GPUs draw random numbers of their own; use null",
+        }.items():
+            if self.parallel == "dataparallel" and getattr(self, key) not in (False, None, "auto"):
+                raise ValueError(f"{key} is set, but parallel is dataparallel: {reason}, or parallel ddp")
         if self.enable_cuda_graphs is False:
             return self
         asked = f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()}"
         if is_user_code(self.optimizer):
             raise ValueError(f"{asked} is for sgd, adamw and muon; optimizer {self.optimizer} needs false")
         if self.optimizer in HAVE_FUSED_KERNEL and not self.extra_opt("fused_optimizer"):
-            raise ValueError(
-                f"{asked} needs enable_extra_opts true or [fused_optimizer]; without it PyTorch's {self.optimizer} "
-                "reads the learning rate on the host"
-            )
+            why = f"without it PyTorch's {self.optimizer} reads the learning rate on the host"
+            raise ValueError(f"{asked} needs enable_extra_opts true or [fused_optimizer]; {why}")
         return self

@@ -36,7 +36,6 @@ from utils.training.step import (
     on_capture_stream,
     wants_graphs,
 )
-from utils.user_code import user_code_errors
 
 
 @dataclass
@@ -119,33 +118,6 @@ def check_settings(config: TrainingConfig, world: World) -> None:
         raise ConfigError("verify_every_steps compares bits, which vary on a GPU; it needs deterministic true")
 
 
-def check_outputs(learner: Learner, model_name: str, image_shape: tuple[int, int, int]) -> None:
-    """Collective: raise `ConfigError` unless the network maps images [2, *image_shape] to logits [2, num_classes], in
-    training and validation mode, and its logits depend on a trained parameter. Restores the network's buffers and the
-    random generators."""
-    model, precision, num_classes = learner.model, learner.precision, learner.config.num_classes
-    images = torch.zeros(2, *image_shape, device=next(model.parameters()).device)
-    images = images.to(precision.low_precision_dtype) if precision.casts_weights else images
-    random, was_training = seeds.random_state(), model.training
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    for training in (False, True):
-        what = f"images {list(images.shape)}{' in training' if training else ''}"
-        model.train(training)
-        cannot = f"model {model_name} cannot take {what}"
-        with user_code_errors(cannot, ConfigError), torch.set_grad_enabled(training), precision.autocast():
-            outputs = model(images.clone())
-        if not isinstance(outputs, Tensor) or outputs.shape != (2, num_classes):
-            found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-            raise ConfigError(f"model {model_name}: turns {what} into {found}; expected logits {[2, num_classes]}")
-    if not outputs.requires_grad:
-        raise ConfigError(f"model {model_name}: its outputs depend on no trained parameter; set requires_grad of one")
-    model.train(was_training)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    seeds.restore_random_state(random)
-
-
 def build_learner(
     config: SomeConfig,
     build_model: Callable[[SomeConfig], nn.Module],
@@ -177,9 +149,7 @@ def build_learner(
     step, step_notes = choose_step(config, train_step, world.device)
     notes += step_notes
     if config.extra_opt("fused_optimizer") and not uses_fused_kernel(config, weights.parameters()):
-        notes.append(
-            f"fused_optimizer disabled: torch {torch.__version__} updates half-precision weights wrongly on a CPU"
-        )
+        notes.append("fused_optimizer: no effect on half-precision weights on a CPU")
     notes += explain_warmup(config)
     return Learner(
         **vars(classifier),

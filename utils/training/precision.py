@@ -92,10 +92,9 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     is_auto = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
     fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
     if is_auto and not fp16 and not (has_bf16_kernels() if device.type == "cpu" else gpu_has_bf16()):
-        where, remedy = "processor", "enable_amp=true with amp_dtype=bf16 forces bf16"
-        if device.type != "cpu":
-            where, remedy = "GPU", "amp_dtype=auto computes in fp16"
-        remark = f": enable_amp has no effect, this {where} has no bf16 kernels ({remedy})"
+        why = "processor has no bf16 kernels (enable_amp=true with amp_dtype=bf16 forces bf16)"
+        why = why if device.type == "cpu" else "GPU has no bf16 kernels (amp_dtype=auto computes in fp16)"
+        remark = f": enable_amp has no effect, this {why}"
         return Precision(device_type=device.type, loss_scale=config.loss_scale, remark=remark)
     keep_batchnorm_fp32 = config.keep_batchnorm_fp32
     precision = Precision(
@@ -106,15 +105,11 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
         loss_scale=config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
     )
     if level == "O3" and fp16 and config.optimizer in ADAPTIVE:
-        raise ConfigError(
-            f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16 or opt_level O2; amp_dtype "
-            f"{config.amp_dtype} is fp16 here, where squares of small gradients, by which it divides, are 0"
-        )
+        why = "fp16 is used here, where squares of small gradients, by which it divides, are 0"
+        raise ConfigError(f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16 or opt_level O2; {why}")
     if level == "O3" and precision.loss_scale is not None:
-        raise ConfigError(
-            f"loss_scale {precision.loss_scale} with opt_level O3: PyTorch does not unscale gradients in half "
-            "precision; use opt_level O2 or loss_scale null"
-        )
+        why = "PyTorch does not unscale gradients in half precision; use opt_level O2 or loss_scale null"
+        raise ConfigError(f"loss_scale {precision.loss_scale} with opt_level O3: {why}")
     return precision
 
 
@@ -159,7 +154,10 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the model's state with the masters instead of the half-precision weights."""
-        return self.model.state_dict() | {name: master.detach() for name, master in self.masters.items()}
+        masters = zip(self._half_weights, self.masters.values(), strict=True)
+        by_weight = {id(half): master.detach() for half, master in masters}  # a tied weight has several names
+        state = self.model.state_dict(keep_vars=True)
+        return {name: by_weight.get(id(value), value.detach()) for name, value in state.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -39,13 +39,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def take_fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the fingerprint of each tensor; waits for the device."""
-    return _read({name: fingerprint(tensor) for name, tensor in tensors.items()})
-
-
-def _read(scalars: Mapping[str, Tensor]) -> dict[str, int]:
-    """Copy scalars int64 to the host in one transfer, since each would wait for the device."""
+def take_fingerprints(tensors: Mapping[str, Tensor], taken: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+    """Return the fingerprint of each tensor, after those `taken`; waits for the device once."""
+    scalars = dict(taken or {}) | {name: fingerprint(tensor) for name, tensor in tensors.items()}
     device = next(iter(scalars.values())).device  # of the first: AdamW may count its steps on the host
     values = torch.stack([scalar.to(device) for scalar in scalars.values()]).tolist()
     return dict(zip(scalars, values, strict=True))
@@ -84,9 +80,8 @@ class StepRecorder:
     def read(self, results: Mapping[str, Tensor]) -> dict[str, int]:
         """Return the fingerprints of the recorded step, those of its other `results` before the gradients; waits for
         the device."""
-        found = self.outputs | {name: fingerprint(tensor) for name, tensor in results.items()}
-        gradients = zip(self.parameters, self.gradients, strict=True)
-        return _read(found | {f"gradient {name}": bits for (name, _), bits in gradients})
+        gradients = {f"gradient {name}": bits for (name, _), bits in zip(self.parameters, self.gradients, strict=True)}
+        return take_fingerprints(results, self.outputs) | take_fingerprints({}, gradients)
 
     def _watch_gradients(self, hooks: ExitStack) -> None:
         for bits, (_, parameter) in zip(self.gradients, self.parameters, strict=True):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from utils import seeds
+from utils.training.averages import buffer_places
 from utils.training.learner import Learner
 
 Tensors = dict[str, Tensor]
@@ -37,6 +38,8 @@ class Snapshot:
     def __init__(self, learner: Learner, batch: tuple[Tensor, Tensor]) -> None:
         self.learner = learner
         tensors = [*batch, *own_tensors(learner).values(), *shared_tensors(learner).values()]
+        networks = [learner.model] if learner.ema is None else [learner.model, learner.ema.network]
+        self.buffers = [(owner, name, owner[name]) for owner, name in buffer_places(*networks)]
         self.pairs = [(tensor.detach(), tensor.detach().clone()) for tensor in tensors]
         self.entries: dict[Tensor, dict[str, Any]] = {
             parameter: dict(entries) for parameter, entries in learner.optimizer.state.items()
@@ -59,6 +62,8 @@ class Snapshot:
         for group, saved in zip(learner.optimizer.param_groups, self.groups, strict=True):
             group.clear()
             group.update(saved)  # an external optimizer may count its steps here
+        for owner, name, buffer in self.buffers:  # the step may have assigned a new tensor
+            owner[name] = buffer
         torch._foreach_copy_([tensor for tensor, _ in self.pairs], [saved for _, saved in self.pairs])
         for parameter in self.without_gradient:  # else a gradient of -0.0 would be added to zeros, which gives 0.0
             parameter.grad = None

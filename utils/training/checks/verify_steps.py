@@ -26,10 +26,8 @@ FIRST_STEPS = 3  # of each start: one creates the optimizer's state, the next re
 Fingerprints = dict[str, int]
 
 
-class Evidence(NamedTuple):
-    """Observations of one rank."""
-
-    device: str  # host and device of the rank
+class Evidence(NamedTuple):  # of one rank
+    device: str  # host and device
     own: list[str]  # tensors of this rank that differ between two repetitions, in the order of their computation
     result: list[str]  # tensors common to all ranks that differ between two repetitions
     state: Fingerprints  # of what must be equal on all ranks
@@ -37,9 +35,7 @@ class Evidence(NamedTuple):
 
 def is_due(config: TrainingConfig, steps: int) -> bool:
     """Whether the step after `steps` is checked: one in every `verify_every_steps`, sampled from the seed."""
-    every = config.verify_every_steps
-    if every is None:
-        return False
+    every = config.verify_every_steps or 1
     window, place = divmod(steps, every)
     return place == random.Random(f"{config.seed} {window}").randrange(every)
 
@@ -73,7 +69,7 @@ class Verifier:
     def _is_due(self, images: Tensor) -> bool:
         step = self.learner.step
         if isinstance(step, GraphedStep) and not step.replays(images):
-            return False  # eager steps and the graph may round differently
+            return False  # they round differently
         return self._first_steps > 0 or is_due(self.config, self.learner.steps)
 
     def _check(self, images: Tensor, labels: Tensor) -> None:
@@ -106,11 +102,11 @@ def _differing(first: Fingerprints, second: Fingerprints) -> list[str]:
 
 def describe_device(world: World) -> str:
     """Host and device of this rank, with the UUID of a GPU."""
-    host = socket.gethostname()
-    if world.device.type != "cuda":
-        return f"host {host}, {world.device.type}"
-    properties = torch.cuda.get_device_properties(world.device)
-    return f"host {host}, {properties.name} GPU-{properties.uuid}"
+    device = world.device.type
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        device = f"{properties.name} GPU-{properties.uuid}"
+    return f"host {socket.gethostname()}, {device}"
 
 
 def describe_fault(step: int, ranks: Sequence[Evidence]) -> str:
@@ -142,10 +138,7 @@ def describe_fault(step: int, ranks: Sequence[Evidence]) -> str:
 def outlier_ranks(states: Sequence[Fingerprints]) -> tuple[list[int], list[str]]:
     """Ranks whose fingerprints differ from the majority's, and the tensors that differ; all ranks without a majority,
     as with two ranks."""
-    tensors = [name for name in states[0] if len({state.get(name) for state in states}) > 1]
-    outliers: set[int] = set()
-    for name in tensors:
-        (common, count), *_ = Counter(state.get(name) for state in states).most_common(1)
-        majority = 2 * count > len(states)
-        outliers |= {rank for rank, state in enumerate(states) if not majority or state.get(name) != common}
-    return sorted(outliers), tensors
+    whole = [tuple(state.items()) for state in states]
+    (common, count), *_ = Counter(whole).most_common(1)
+    outliers = [rank for rank, state in enumerate(whole) if 2 * count <= len(states) or state != common]
+    return outliers, [name for name in states[0] if len({state.get(name) for state in states}) > 1]

@@ -1,50 +1,12 @@
-"""BatchNorm's buffers during a step: running statistics under gradient accumulation, and batch counters."""
+"""BatchNorm's batch counters, incremented together."""
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 COUNTER = "num_batches_tracked"
 COUNT_BY_ADD = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-
-class RunningStatistics:
-    """Average each step's running statistics over its micro-batches, so that one rank with K micro-batches equals K
-    ranks.
-
-    BatchNorm itself updates them once per micro-batch and so forgets K times as fast as K ranks, each of which updates
-    its own statistics once per step; validation averages them. The update is linear, so averaging in every step equals
-    averaging once before validation.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-        buffers = [(layer.running_mean, layer.running_var) for layer in layers]
-        self.buffers: list[Tensor] = [buffer for pair in buffers for buffer in pair if buffer is not None]
-        self.before = [torch.empty_like(buffer) for buffer in self.buffers]
-        self.total = [torch.empty_like(buffer) for buffer in self.buffers]
-        self.collected = 0
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Begin a step."""
-        if self.buffers:
-            torch._foreach_copy_(self.before, self.buffers)
-            torch._foreach_zero_(self.total)
-        self.collected = 0
-
-    @torch.no_grad()
-    def collect(self, last: bool) -> None:
-        """Add a micro-batch's statistics to the total and restore the buffers; after the last, set them to the mean."""
-        self.collected += 1
-        if not self.buffers:
-            return
-        torch._foreach_add_(self.total, self.buffers)
-        torch._foreach_copy_(self.buffers, self.before)
-        if last:
-            torch._foreach_copy_(self.buffers, self.total)
-            torch._foreach_div_(self.buffers, self.collected)
 
 
 class _PassCounter:

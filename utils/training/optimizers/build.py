@@ -11,9 +11,6 @@ from utils.training.config import SpeedConfig
 from utils.training.optimizers.muon import ADAM_BETA2, Muon
 from utils.user_code import TIMM, call, is_user_code, user_code_errors
 
-# Until then, fused SGD on a CPU did not update most half-precision weights (pytorch/pytorch#191763); measured: 2.11.0,
-# 2.12.0, 2.12.1 and 2.13.0 are wrong, 2.14.1 is right.
-FUSED_HALF_FIXED_IN = "2.14"
 OURS = (torch.optim.SGD, torch.optim.AdamW, Muon)
 CONFIGURED = ("lr", "initial_lr", "weight_decay", "momentum")  # options of any optimizer that settings decide
 
@@ -64,19 +61,10 @@ def _build_external(config: SpeedConfig, groups: list[dict[str, Any]]) -> torch.
 
 
 def uses_fused_kernel(config: SpeedConfig, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether to use the fused kernel: False where PyTorch's is wrong; `ConfigError` there if it is asked for by
-    name."""
-    if not config.extra_opt("fused_optimizer"):
-        return False
+    """Whether to use the fused kernel: not for half-precision weights on a CPU, most of which it does not update before
+    torch 2.14 (pytorch/pytorch#191763)."""
     halves = any(parameter.device.type == "cpu" and parameter.element_size() == 2 for parameter in parameters)
-    if config.optimizer != "sgd" or not halves or torch.__version__ >= FUSED_HALF_FIXED_IN:
-        return True
-    if config.enable_extra_opts is not True:
-        raise ConfigError(
-            f"enable_extra_opts [fused_optimizer] with half-precision weights on a CPU: torch {torch.__version__} is "
-            "wrong; leave it out, use opt_level O2, or install torch 2.14 or newer"
-        )
-    return False
+    return config.extra_opt("fused_optimizer") and not halves
 
 
 def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:

@@ -1,0 +1,66 @@
+"""The check of a network before the run's folder is made."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from utils import seeds
+from utils.errors import ConfigError
+from utils.training.averages import buffer_places
+from utils.training.learner import Learner
+from utils.user_code import user_code_errors
+
+
+def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int], valid_batches: Iterable[int]) -> None:
+    """Collective: raise `ConfigError` unless the network can do what the run will ask of it, on one or two black
+    images: map them to logits [N, num_classes] in validation and in training, in the run's memory format and image
+    sizes, with backward passes. `name`: of the network; `valid_batches`: numbers of images. Restores buffers and random
+    generators."""
+    model, config = learner.model, learner.config
+    random, was_training = seeds.random_state(), model.training
+    buffers = [(owner, key, buffer, _copy(buffer)) for owner, key in buffer_places(model) for buffer in (owner[key],)]
+    few = min(2, learner.batch.micro_batch_size)
+    for number in {min(2, size) for size in valid_batches}:
+        _try(learner, name, (number, *image_shape), training=False)
+    sides = [(few, 3, side, side) for side in dict(config.progressive_image_sizes)]
+    for shape in (*sides, (few, *image_shape), (few, *image_shape)):  # twice, for a graph that is not built anew
+        _try(learner, name, shape, training=True)
+    for owner, key, before, values in buffers:
+        now, owner[key] = owner[key], before
+        shapes = [None if one is None else list(one.shape) for one in (before, now)]
+        if shapes[0] != shapes[1]:
+            why = f"its buffer {key} is {shapes[0]} at first and {shapes[1]} after training; give it its final shape"
+            raise ConfigError(f"model {name}: {why}")
+        if before is not None and values is not None:
+            before.copy_(values)
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.train(was_training)
+    seeds.restore_random_state(random)
+
+
+def _copy(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
+def _try(learner: Learner, name: str, shape: tuple[int, ...], *, training: bool) -> None:
+    """Predict black images [N, 3, H, W], and with `training` compute gradients."""
+    model, precision = learner.model.train(training), learner.precision
+    what = f"images {list(shape)}{' in training' if training else ''}"
+    images = torch.zeros(shape, device=next(model.parameters()).device)
+    images = images.to(precision.low_precision_dtype) if precision.casts_weights else images
+    images = images.to(memory_format=torch.channels_last) if learner.config.enable_nhwc else images
+    failed = user_code_errors(f"model {name} cannot take {what}", ConfigError, name)
+    with failed, torch.set_grad_enabled(training), precision.autocast():
+        outputs = model(images)
+    expected = [shape[0], learner.config.num_classes]
+    if not isinstance(outputs, Tensor) or list(outputs.shape) != expected:
+        found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+        raise ConfigError(f"model {name}: turns {what} into {found}; expected logits {expected}")
+    if training and not outputs.requires_grad:
+        raise ConfigError(f"model {name}: its outputs depend on no trained parameter; set requires_grad of one")
+    if training:
+        labels = torch.zeros(shape[0], dtype=torch.int64, device=images.device)
+        with user_code_errors(f"model {name} cannot be trained on {what}", ConfigError, name):
+            learner.criterion(outputs.float(), labels).backward()
