@@ -40,6 +40,7 @@ from torch import Tensor
 from models import build_model
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
+from utils.data.datasets.dataset import STATISTICS
 from utils.data.loader import Loader, report_unreadable
 from utils.data.transforms.mix import BatchMix
 from utils.distributed.ddp import WARNINGS
@@ -105,8 +106,7 @@ class Trainer:
         self.batches = TrainingBatches(config, self.loaders.train, mix, self.watch, profiler, world.device)
 
         self.throughput = Throughput(world.world_size, self.clock)
-        valid = self.loaders.valid.plan
-        images = min(valid.num_samples, (valid.limit or valid.num_samples) * valid.batch_size * world.world_size)
+        images = self.loaders.valid.plan.num_samples
         measures = {"images": images, "test_time_views": config.test_time_views, "ema_decay": config.ema_decay}
         self.progress = Progress(self.clock, self.throughput, measures)
         self.state = RunState(config, config_name, self.data, self.learner, self.progress, world)
@@ -342,6 +342,12 @@ class Trainer:
             self.learner.load_network({"model": pretrained, "average": None})
         if state is not None:
             self.state.restore(state)
+            saved = {name: state["data"][name] for name in STATISTICS}
+            if any(tuple(self.data[name]) != tuple(value) for name, value in saved.items()):
+                self.notes.append(f"Normalising with the checkpoint's {saved}; the data now give other values")
+            self.data.update(saved)
+            for loader in self.loaders.every():
+                loader.normalise.set_statistics(self.data["mean"], self.data["std"])
             self.saved_step = self.learner.steps
         return opened
 

@@ -5,6 +5,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,7 +17,7 @@ from tools import evaluate
 from tools.predict import predict
 from tools.shared.trained import open_trained
 from utils.config.command_line import parse_arguments
-from utils.data.datasets.dataset import load_dataset
+from utils.data.datasets.dataset import load_dataset, spread_over_classes
 from utils.run.preemption import SIGNALS
 from utils.training.learner import Learner
 
@@ -72,7 +73,8 @@ def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path):
 def test_load_gives_the_predictions_of_the_command(run, one_rank, tmp_path):
     model, names, transform = api.load(run.folder)
     dataset = load_dataset("shapes", tmp_path, download=False)
-    pictures = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in dataset.valid.images[:100]]
+    chosen = spread_over_classes(np.arange(2_000), 100)
+    pictures = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in dataset.valid.images[chosen]]
     with torch.no_grad():
         probabilities = model(torch.stack([transform(picture) for picture in pictures])).double().softmax(1)
     predictions, _ = predict(open_trained(run.folder, ["limit_valid_batches=1"]), [], one_rank)  # 100 images

@@ -13,7 +13,7 @@ from tests.conftest import CIFAR100, change_byte
 from tests.tiny_cifar import RECORDS_PER_FILE, make_tiny_cifar, serve
 from utils.config import load_config
 from utils.data.datasets.cifar import VERSIONS
-from utils.data.datasets.dataset import Dataset, channel_statistics, load_dataset
+from utils.data.datasets.dataset import Dataset, channel_statistics, load_dataset, match_classes
 from utils.errors import DataError
 
 NAMES = ("cifar10", "cifar100")
@@ -52,17 +52,6 @@ def test_binary_version_holds_every_record(tiny, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == sorted(tiny.records), "reading writes nothing"
 
 
-def test_one_file_is_mapped_read_only(monkeypatch, tmp_path):
-    tiny = make_tiny_cifar("cifar100", monkeypatch)
-    tiny.write_binary(tmp_path)
-    images = load(tiny, tmp_path).train.images
-    owner = images
-    while isinstance(owner.base, np.ndarray):
-        owner = owner.base
-    assert isinstance(owner, np.memmap)
-    assert not images.flags.writeable
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -80,13 +69,6 @@ def test_damage_is_an_error_that_names_the_file_and_the_remedy(tiny, tmp_path, d
     assert str(path) in message and f"Move {folder} away; " in message
     command = f"python -m tools.prepare_data --dataset {tiny.version.name} --data_path {tmp_path}"
     assert message.endswith(f"\n{command} (without a network: --from ARCHIVE)") and message.count("\n") == 1
-
-
-def test_the_same_records_in_another_order_are_accepted(tiny, tmp_path):
-    for name in tiny.records:
-        tiny.records[name][:] = tiny.records[name][::-1].copy()
-    tiny.write_binary(tmp_path)
-    assert_holds(load(tiny, tmp_path), tiny)
 
 
 # ---- absent, or torchvision's version
@@ -207,3 +189,24 @@ def test_mean_and_deviation_of_cifar100_are_settings():
     settings = ["data_loader=synthetic", f"cifar100_mean={mean}", f"cifar100_std={std}"]
     dataset = utils.data.build.find_dataset(load_config(CIFAR100, "bs128", settings), download=False)
     assert (list(dataset.mean), list(dataset.std)) == (mean, std)
+
+
+# ---- class names
+
+
+def test_classes_are_matched_by_name():
+    assert match_classes("data", ["cat", "ant", "bee"], ["ant", "bee", "cat"], "").tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("found", "known", "message"),
+    [
+        (["ant", "cat"], ["ant", "bee"], "data: its 2 classes are not the 2 expected ones, for example 'bee'; rename"),
+        (["ant", "ant"], ["ant"], "data: class 'ant' occurs twice"),
+        (["be\u0301e"], ["b\u00e9e"], "only in its Unicode form"),
+        (["b\u00e9e", "be\u0301e"], ["ant"], "class 'b\u00e9e' occurs twice"),
+    ],
+)
+def test_other_and_doubled_class_names_are_refused(found, known, message):
+    with pytest.raises(DataError, match=message):
+        match_classes("data", found, known, "rename")

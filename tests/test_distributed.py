@@ -24,8 +24,7 @@ from tests.conftest import read_records, tiny_config
 from tests.processes import complaints, run_job
 from utils.config import Config
 from utils.config.command_line import Arguments
-from utils.data.loaders.device import DeviceLoader
-from utils.data.loaders.torchvision import AugmentedImages
+from utils.data.loader import AugmentedImages, DeviceLoader
 from utils.data.sampling import EpochPlan
 from utils.distributed.ddp import distribute, synchronise_batch_norm
 from utils.distributed.global_batch import divide_batch

@@ -20,7 +20,7 @@ from tools.shared.read_runs import read_records
 from train import Trainer
 from utils.config.command_line import Arguments
 from utils.data import build
-from utils.data.datasets.dataset import load_dataset
+from utils.data.datasets.dataset import load_dataset, spread_over_classes
 from utils.distributed.world import World
 from utils.run.checkpoint.io import encode, read_checkpoint, step_path
 from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
@@ -46,7 +46,7 @@ def folders(tmp_path_factory):
     """The first 150 validation images in class folders, and one file that is not an image."""
     root = tmp_path_factory.mktemp("images")
     dataset = load_dataset("shapes", root, download=False)
-    for number in range(150):
+    for number in spread_over_classes(dataset.valid.labels, 150):
         path = root / dataset.class_names[dataset.valid.labels[number]] / f"{number}.png"
         path.parent.mkdir(exist_ok=True)
         Image.fromarray(dataset.valid.images[number].transpose(1, 2, 0)).save(path)
@@ -240,8 +240,8 @@ def test_a_checkpoint_that_does_not_match_data_or_network(run, tmp_path, capsys)
     names, path = state["data"]["class_names"], tmp_path / "other.pt"
     twice, accent = [*names[:-1], names[0]], unicodedata.normalize("NFD", "é")
     for changes, status, message in (
-        ({"data": state["data"] | {"class_names": names[:-1]}}, 3, "its 10 classes are not the 9 of the run"),
-        ({"data": state["data"] | {"class_names": twice}}, 3, f"class {names[0]!r} occurs twice in the run"),
+        ({"data": state["data"] | {"class_names": names[:-1]}}, 3, "its 10 classes are not the 9 expected ones"),
+        ({"data": state["data"] | {"class_names": twice}}, 3, f"class {names[0]!r} occurs twice"),
         ({"data": state["data"] | {"shape": (3, 64, 64)}}, 3, "its images are (3, 32, 32), the run's (3, 64, 64)"),
         ({"config": state["config"] | {"colour": 1}}, 4, "its configuration is of another version: 'colour"),
         ({"config": state["config"] | {"num_classes": 9}}, 4, "its tensors do not fit this network"),

@@ -1,8 +1,7 @@
-"""Every kind of file that a class folder may hold, with each loader; docs/data.md shows the table."""
+"""Every kind of file that a class folder may hold, with each loader."""
 
 import io
 import os
-import re
 import socket
 import struct
 import warnings
@@ -15,10 +14,8 @@ import torch
 from PIL import Image
 from torchvision.datasets.folder import pil_loader
 
-from tests.conftest import ROOT
 from tests.test_folders import DALI
 from utils.data.build import build_loaders, open_dataset
-from utils.data.loaders.dali import encode_for_dali
 
 SIZE = 32
 LEVELS_OF_DALI = 2  # of 255, maximum difference of a JPEG from PIL; seen on a CPU: 0
@@ -215,21 +212,3 @@ def test_every_kind_of_file(loader, tiny, kinds, one_rank):
         path = kinds / "val" / f"{label:03}" / (os.fsdecode(name) if outcome == READ else "good.png")
         pixels = expected_pixels(path.read_bytes(), path).transpose(2, 0, 1)
         np.testing.assert_allclose(image * std + mean, pixels / 255, atol=tolerance, err_msg=f"{kind}: {name!r}")
-
-
-def table():
-    """Return the table for docs/data.md, row by row."""
-    lines = ["| file | torchvision, device | dali |", "|---|---|---|"]
-    for kind, files in KINDS.items():
-        (outcome,) = {outcome for _, _, outcome in files}
-        regular = [content for _, content, _ in files if isinstance(content, bytes) and outcome == READ]
-        passed = {encode_for_dali(content, pass_jpeg=True)[0].tobytes() == content for content in regular}
-        by = {(True,): ", decoded by DALI", (False,): ", decoded by PIL"}.get(tuple(passed), "")
-        lines.append(f"| {kind} | {outcome} | {outcome}{by} |")
-    return "\n".join(lines)
-
-
-def test_the_documented_table_is_up_to_date():
-    text = (ROOT / "docs/data.md").read_text(encoding="utf-8")
-    (documented,) = re.findall(r"<!-- kinds of files -->\n(.*?)\n\n", text, re.DOTALL)
-    assert documented == table()

@@ -24,7 +24,6 @@ from tools.shared.command_line import read_counts
 from tools.shared.output import write_json
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
-from utils.data.workers import usable_cores
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     configs = configs_of(config, read_counts("--nproc", options.nproc), options.mode.split(","))
-    threads = max(1, usable_cores() // max(processes for _, processes in configs))
+    threads = max(1, len(os.sched_getaffinity(0)) // max(processes for _, processes in configs))
     cases = {
         f"{mode} {processes}": partial(run_once, case, processes, threads, options.warmup, options.iters)
         for (mode, processes), case in configs.items()

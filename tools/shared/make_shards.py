@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from utils.data.datasets.folders import EXTENSIONS, open_folders
 from utils.data.datasets.image_files import ImageFiles
-from utils.data.datasets.shards import IMAGE_FIELDS, INDEX_FILE, SHARD_FIELDS
+from utils.data.datasets.shards import IMAGE_FIELDS, INDEX_FILE, SHARD_FIELDS, find_shards
 from utils.data.sampling import IntArray
 from utils.errors import DataError
 from utils.files import name_file_in_error, open_regular, partial_folder, sync_folder, write_atomically, write_new
@@ -102,7 +102,7 @@ def index_shards(folder: Path) -> str:
 
 def _index_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the images and the shards as arrays of the index, see `utils.data.datasets.shards`."""
-    paths = sorted(path for path in (folder / split).glob("*.tar") if not path.name.startswith("."))
+    paths = [path for path in find_shards(folder) if path.parent.name == split]
     scanned = _run_in_threads(_scan, paths, f"index of {split}")
     images = [(key, number, *found) for number, shard in enumerate(scanned) for key, *found in shard]
     if not images:

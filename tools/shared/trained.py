@@ -1,8 +1,7 @@
 """Loads a trained network, as it was validated: for tools.evaluate, tools.predict, tools.export and api.py."""
 
 import argparse
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +13,9 @@ from tools.shared.command_line import as_settings, path_argument
 from utils.base_config import KeyFlag
 from utils.config import Config, override
 from utils.config.command_line import report_error
-from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError, unicode_note
+from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL.Image import Image
     from torch import Tensor, nn
 
@@ -139,12 +137,12 @@ def find_split(
     Labels are the run's, by the names of the classes. Raises `DataError` for other classes, and with paths or
     `must_read` `ConfigError` for a loader that reads no images."""
     from utils.data.build import open_dataset
-    from utils.data.config import LOADERS
+    from utils.data.datasets.dataset import match_classes
     from utils.data.datasets.folders import centre_fraction, find_images
 
     config = trained.config
-    if (paths or must_read) and not LOADERS[config.data_loader].needs_data:
-        raise ConfigError(f"data_loader {config.data_loader} reads no images; use --set data_loader=torchvision")
+    if (paths or must_read) and config.data_loader == "synthetic":
+        raise ConfigError("data_loader synthetic reads no images; use --set data_loader=torchvision")
     if paths:
         return find_images(paths, trained.class_names, _image_side(trained), centre_fraction(config.dataset))
     dataset = open_dataset(config, world)
@@ -156,22 +154,6 @@ def find_split(
         raise DataError(f"{config.data_path}: {shapes}; {RUNS_DATA}")
     order = match_classes(f"{config.data_path}", dataset.class_names, trained.class_names, RUNS_DATA)
     return split if (order == sorted(order)).all() else replace(split, labels=order[split.labels])
-
-
-def match_classes(where: str, found: Sequence[str], known: Sequence[str], remedy: str) -> "np.ndarray":
-    """Return the index in `known`, the network's class names, for each class name of the data: int64 [classes].
-
-    Raises `DataError` if the names differ, or one of them occurs twice: then a label has no one class."""
-    import numpy as np
-
-    for names, whose in ((found, "the data"), (known, "the run")):
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise DataError(f"{where}: class {twice[0]!r} occurs twice in {whose}; give each class another name")
-    if differing := sorted({*known} ^ {*found}):
-        sizes = f"its {len(found)} classes are not the {len(known)} of the run, for example {differing[0]!r}"
-        raise DataError(f"{where}: {sizes}{unicode_note({*found} - {*known}, known)}; {remedy}")
-    labels = {name: label for label, name in enumerate(known)}
-    return np.array([labels[name] for name in found], np.int64)
 
 
 def validation_transform(trained: Trained) -> "Callable[[Image], Tensor]":
@@ -205,4 +187,4 @@ def build_loader(trained: Trained, split: "Split", world: "World") -> tuple["Loa
     from utils.data.build import build_valid_loader
 
     data = trained.state["data"]
-    return build_valid_loader(trained.config, split, data["mean"], data["std"], world)
+    return build_valid_loader(trained.config, split, (data["mean"], data["std"]), world)

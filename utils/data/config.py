@@ -1,6 +1,5 @@
-"""The data settings, and the properties of the loaders. No torch."""
+"""The data settings. No torch."""
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -10,22 +9,8 @@ from utils.user_code import OWN_FORM, OWN_PATTERN
 
 PerChannel = Field(strict=False, min_length=3, max_length=3)
 
-
-@dataclass(frozen=True)
-class LoaderKind:
-    """Properties of a loader that are needed before it is built; utils/data/build.py has the classes."""
-
-    has_workers: bool = False  # num_data_workers applies
-    in_memory: bool = False  # holds all images in memory: files are decoded once, at the start
-    needs_data: bool = True  # False: the dataset's size is enough
-
-
-LOADERS = {
-    "torchvision": LoaderKind(has_workers=True),
-    "dali": LoaderKind(has_workers=True),
-    "device": LoaderKind(in_memory=True),
-    "synthetic": LoaderKind(needs_data=False),
-}
+LOADERS = ("torchvision", "dali", "device", "synthetic")
+LOADERS_WITH_WORKERS = ("torchvision", "dali")  # num_data_workers applies
 
 DATASETS = ("cifar100", "cifar10", "shapes", "imagefolder", "imagenet")
 
@@ -117,6 +102,6 @@ class DataConfig(LoaderConfig, AugmentationConfig, DatasetConfig):
     def _check_use(self) -> "DataConfig":
         if self.image_size is not None and self.dataset in ("cifar100", "cifar10", "shapes"):
             raise ValueError(f"image_size is for image files; the images of {self.dataset} have 32 pixels, so use null")
-        if self.holdout_images and not LOADERS[self.data_loader].needs_data:
+        if self.holdout_images and self.data_loader == "synthetic":
             raise ValueError(f"data_loader {self.data_loader} reads no images to hold out; set holdout_images to 0")
         return self

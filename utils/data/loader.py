@@ -1,17 +1,36 @@
-"""The base class of the loaders, and the list of images that they could not read."""
+"""The loaders `torchvision`, `device` and `synthetic`, their base class, and the list of unreadable images."""
 
+import os
+import signal
+import threading
+import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.queues import Queue
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils import data as torch_data
 
+from utils.data.config import DataConfig
+from utils.data.datasets.dataset import ImageArrays, Split
 from utils.data.datasets.image_files import describe_unreadable
-from utils.data.sampling import EpochPlan
-from utils.data.transforms.augment import Normalise
+from utils.data.sampling import EpochPlan, IntArray
+from utils.data.transforms.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.distributed.world import World
-from utils.errors import DataError
+from utils.errors import DataError, ExpectedError, print_error
 from utils.files import write_atomically
+
+MOST_UNREADABLE = 0.01  # of the images of a split
+BATCHES_AT_ONCE = 64  # batches whose augmentation is sampled, and copied to the device, at once
+PREFETCHED = 2  # batches that each worker prepares ahead
+DELAY_SECONDS = 0.1  # before workers are started
+EXIT_SECONDS = 1.0  # for the signal of a worker's death, after its connection has broken
+Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, unreadable files
 
 
 class Loader(ABC):
@@ -29,36 +48,197 @@ class Loader(ABC):
         """Set order, augmentation and the first batch."""
         self.epoch, self.first_batch = epoch, first_batch
 
-    def record_unreadable(self, unreadable: dict[str, str], num_images: int) -> None:
-        """Record the unreadable files of a batch of `num_images`; `DataError` if no image could replace them."""
+    def record_unreadable(self, unreadable: dict[str, str]) -> None:
+        """Record the unreadable files of a batch; `DataError` if too many training images are unreadable."""
         self.unreadable |= unreadable
-        if self.plan.training and num_images < self.plan.batch_size:
-            raise DataError(f"not one training image can be read: {describe_unreadable(self.unreadable)}")
+        if self.plan.training:
+            self.check_fraction(self.unreadable)
+
+    def check_fraction(self, unreadable: dict[str, str]) -> None:
+        """`DataError` if these are too many unreadable files of this split."""
+        if len(unreadable) > MOST_UNREADABLE * self.plan.num_samples:
+            many = f"{len(unreadable)} of {self.plan.num_samples} images, more than {MOST_UNREADABLE:.0%}"
+            raise DataError(f"{many}: {describe_unreadable(unreadable)}; repair or remove them")
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the images and labels of each batch."""
 
 
-def gather_unreadable(world: World, *loaders: Loader) -> dict[str, str]:
-    """Collective: return {file: reason} of the files that these loaders could not read so far, on any rank."""
-    mine = {path: reason for loader in loaders for path, reason in loader.unreadable.items()}
-    return {path: reason for unreadable in world.all_gather(mine) for path, reason in unreadable.items()}
+def gather_unreadable(world: World, loader: Loader) -> dict[str, str]:
+    """Collective: return {file: reason} of the files that this loader could not read so far, on any rank."""
+    return {path: reason for part in world.all_gather(loader.unreadable) for path, reason in part.items()}
 
 
 def report_unreadable(world: World, loaders: Iterable[Loader], folder: Path) -> list[str]:
     """Collective: add the files that any rank could not read so far to `folder`/unreadable.txt, sorted lines "path,
-    tab, reason", with files from an earlier start of the run. Return a line for the log if any of them is new."""
-    unreadable, path = gather_unreadable(world, *loaders), folder / "unreadable.txt"
+    tab, reason", with files from an earlier start of the run. Return a line for the log if any of them is new.
+    `DataError` if they are too many of one split."""
+    found, path = [(loader, gather_unreadable(world, loader)) for loader in loaders], folder / "unreadable.txt"
+    unreadable = {name: reason for _, part in found for name, reason in part.items()}
 
     def add_to_list() -> bool:
-        lines = (f"{name}\t{reason}".replace("\r", "\\r").replace("\n", "\\n") for name, reason in unreadable.items())
-        found = {line.encode(errors="surrogateescape") for line in lines}
-        listed = {*path.read_bytes().split(b"\n")} - {b""} if path.exists() else set[bytes]()
-        if not found <= listed:
-            write_atomically(path, b"".join(line + b"\n" for line in sorted(found | listed)))
-        return not found <= listed
+        lines = {f"{name}\t{reason}".replace("\r", "\\r").replace("\n", "\\n") for name, reason in unreadable.items()}
+        listed = {*path.read_bytes().decode("utf-8", "surrogateescape").split("\n")} if path.exists() else {""}
+        if not lines <= listed:
+            content = "".join(f"{line}\n" for line in sorted(lines | listed) if line)
+            write_atomically(path, content.encode("utf-8", "surrogateescape"))
+        return not lines <= listed
 
-    if not unreadable or not world.main_only(add_to_list):
-        return []
-    return [f"{describe_unreadable(unreadable)}; replaced in training, skipped in validation; all: {path}"]
+    is_new = bool(unreadable) and world.main_only(add_to_list)
+    for loader, part in found:
+        loader.check_fraction(part)
+    how = f"replaced in training, skipped in validation; all: {path}"
+    return [f"{describe_unreadable(unreadable)}; {how}"] if is_new else []
+
+
+class AugmentedImages(torch_data.Dataset[Batch | ExpectedError]):
+    """The dataset of a DataLoader worker: returns the augmented batch of (epoch, indices) as uint8, a quarter of the
+    bytes to copy, or an `ExpectedError`, since a worker's exception would arrive as the text of a traceback."""
+
+    def __init__(self, split: Split, plan: EpochPlan) -> None:
+        self.split, self.plan = split, plan
+
+    def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> Batch | ExpectedError:
+        epoch, indices = epoch_and_indices
+        augmentation = self.plan.sample_augmentation(epoch, indices)
+        crops = None if augmentation is None else augmentation.crop
+        try:
+            read = self.split.read(indices, crops, replace=self.plan.training)
+        except ExpectedError as error:
+            return error
+        images = read.samples if augmentation is None else augment_each(read.samples, augmentation)
+        labels = torch.from_numpy(self.split.labels[read.indices])
+        return torch.from_numpy(np.ascontiguousarray(images)), labels, read.unreadable
+
+
+class TorchvisionLoader(Loader):
+    """Augments image by image with torchvision in worker processes; on CUDA, copies pinned batches without blocking."""
+
+    def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
+        super().__init__(plan, normalise)
+        num_workers, self.has_workers = config.num_data_workers, False
+        self.batches: list[tuple[int, IntArray]] = []  # (epoch, indices) of each, so that workers need no shared state
+        self.loader = torch_data.DataLoader(
+            AugmentedImages(split, plan),
+            batch_size=None,
+            sampler=self.batches,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            prefetch_factor=PREFETCHED if num_workers else None,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=init_worker,
+            generator=torch.Generator(),  # its own: DataLoader takes a number from it in each epoch
+            # fork: workers share the images with this process, without copies
+            multiprocessing_context="fork" if num_workers else None,
+        )
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.loader.num_workers and not self.has_workers:
+            # Up to Python 3.11.9, a forked process hangs if another thread is entering Python (python/cpython#112275),
+            # such as a thread of a collective that has just ended: wait until such threads are idle.
+            time.sleep(DELAY_SECONDS)
+            self.has_workers = True
+        self.batches[:] = [(self.epoch, indices) for indices in self.plan.batches(self.epoch, self.first_batch)]
+        batches = iter(self.loader)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (EOFError, ConnectionError) as error:  # the connection to a worker that has just died
+                time.sleep(EXIT_SECONDS)  # PyTorch's SIGCHLD handler raises its RuntimeError here, not in a later line
+                raise RuntimeError(f"DataLoader worker is lost: {error!r}") from None
+            if batch is None:
+                return
+            if isinstance(batch, ExpectedError):
+                raise batch
+            images, labels, unreadable = batch
+            self.record_unreadable(unreadable)
+            on_device = images.to(self.device, non_blocking=True)
+            yield self.normalise(on_device), labels.to(self.device, non_blocking=True)
+
+
+def init_worker(worker: int) -> None:
+    """Make a worker process ignore signals, except SIGTERM from its trainer. Slurm, torchrun or a terminal signal all
+    processes of a run, and the trainer may need more batches before it saves."""
+    # a batch that cannot be sent, as when /dev/shm is full, would be dropped, and the trainer would wait for ever
+    Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait_for_the_trainer() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait_for_the_trainer, daemon=True).start()
+
+
+def _end_worker(error: Exception, batch: object) -> None:
+    print_error(f"a loader worker cannot send a batch: {error}")
+    os._exit(1)
+
+
+class DeviceLoader(Loader):
+    """Holds the uint8 dataset on the device; gathers, augments and normalises each batch there. On a CPU it uses the
+    images in place: for CIFAR-100, a memory map that all processes of a machine share."""
+
+    def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
+        assert isinstance(split, ImageArrays)
+        super().__init__(plan, normalise)
+        self.arrays, self.unreadable = split, split.unreadable
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the memory map is read-only; no code writes to it
+            self.images = torch.from_numpy(split.images).to(self.device)
+        self.labels = torch.from_numpy(split.labels).to(self.device)
+        self.augment = BatchAugmenter(*split.image_shape[1:], self.device)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = self.plan.batches(self.epoch, self.first_batch)
+        for start in range(0, len(batches), BATCHES_AT_ONCE):
+            batches_now = batches[start : start + BATCHES_AT_ONCE]
+            self.arrays.check_file()
+            sizes, indices = [len(batch) for batch in batches_now], np.concatenate(batches_now)
+            augmentation = self.plan.sample_augmentation(self.epoch, indices)
+            maps = iter(())
+            if augmentation is not None:
+                maps = iter(self._copy(pixel_maps(augmentation, *self.images.shape[2:])).split(sizes))
+            for chosen in self._copy(indices).split(sizes):
+                images = self.images.index_select(0, chosen)
+                if augmentation is not None:
+                    images = self.augment(images, next(maps))
+                yield self.normalise(images), self.labels.index_select(0, chosen)
+
+    def _copy(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+class SyntheticLoader(Loader):
+    """Repeats one random batch on the device, to measure the cost of computing without input."""
+
+    def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
+        super().__init__(plan, normalise)
+        generator = torch.Generator().manual_seed(plan.seed)
+        shape = (plan.batch_size, *split.image_shape)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        self.images = normalise(images.to(self.device))
+        self.labels = torch.randint(0, config.num_classes, shape[:1], generator=generator).to(self.device)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for indices in self.plan.batches(0, self.first_batch):
+            yield self.images[: len(indices)], self.labels[: len(indices)]
+
+
+def decode_all(split: Split, *, replace: bool) -> ImageArrays:
+    """Return the split as arrays in memory, for `DeviceLoader`; see `ImageFiles.read_each`."""
+    if isinstance(split, ImageArrays):
+        return split
+    parts = np.array_split(np.arange(len(split.labels)), max(1, len(split.labels) // 256))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # decoding releases the GIL
+        batches = list(pool.map(lambda part: split.read(part, None, replace=replace), parts))
+    indices = np.concatenate([batch.indices for batch in batches])
+    unreadable = {path: reason for batch in batches for path, reason in batch.unreadable.items()}
+    if not len(indices):
+        raise DataError(f"not one of {len(split.labels)} images can be read: {describe_unreadable(unreadable)}")
+    return ImageArrays(np.concatenate([batch.samples for batch in batches]), split.labels[indices], unreadable)

@@ -89,14 +89,14 @@ class EpochPlan:
     training: bool
     seed: int = 0
     augmentation: AugmentationConfig | None = None
-    limit: int | None = None  # maximum number of batches
+    limit: int | None = None  # maximum number of training batches
+    chosen: IntArray | None = None  # indices of the validation images [num_samples]; None: 0, 1, 2, ...
 
     def __len__(self) -> int:
         if self.training:
             num_batches = self.num_samples // (self.batch_size * self.world_size)
-        else:
-            num_batches = -(-len(range(self.rank, self.num_samples, self.world_size)) // self.batch_size)
-        return num_batches if self.limit is None else min(num_batches, self.limit)
+            return num_batches if self.limit is None else min(num_batches, self.limit)
+        return math.ceil(len(range(self.rank, self.num_samples, self.world_size)) / self.batch_size)
 
     @property
     def shared_batches(self) -> int:
@@ -114,7 +114,7 @@ class EpochPlan:
         if self.training:
             order = epoch_order(self.seed, epoch, self.num_samples)
         else:
-            order = np.arange(self.rank, self.num_samples, self.world_size)
+            order = (np.arange(self.num_samples) if self.chosen is None else self.chosen)[self.rank :: self.world_size]
         first, step = (self.rank * size, self.world_size * size) if self.training else (0, size)
         starts = [first + batch * step for batch in range(first_batch, len(self))]
         return [order[start : start + size] for start in starts]

@@ -60,8 +60,7 @@ def open_run(
     A job that Slurm or torchrun restarts resumes what its earlier start wrote here, whatever `resume` says. It waits up
     to `patience` seconds for an earlier start that still holds the folder. `read_pretrained` is called if there is
     nothing to resume.
-    Raises `ExpectedError` and leaves the folder unchanged if another run holds it, or if the checkpoint does not fit
-    the present `run` (utils/run/checkpoint/fit.py).
+    Raises `ExpectedError` and leaves the folder unchanged if another run holds it or the checkpoint does not fit `run`.
     """
     checkpoints, notes = folder / "checkpoints", list[str]()
     job = job_name(os.environ)
@@ -80,7 +79,8 @@ def open_run(
             path, state, best = source
             automatic = resume == "auto" and not again
             notes += fit.check_settings(path, state["config"], run.config, automatic=automatic)
-            fit.check_data(path, state["data"], run.data)
+            computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
+            fit.check_data(path, state["data"], {key: run.data[key] for key in run.data if key not in computed})
             fit.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
             if differing := fit.changed(state["versions"], describe_arithmetic(run.world.device)):
                 notes.append(f"Resuming with another {fit.shorten([*differing.values()])}: {NOT_EQUAL}")

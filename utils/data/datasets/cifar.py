@@ -46,7 +46,6 @@ class CifarVersion:
     class_names: tuple[str, ...]
     mean: tuple[float, float, float]  # of the training pixels in [0, 1]
     std: tuple[float, float, float]
-    binary_archive_md5: str
 
     @property
     def dataset_class(self) -> Any:
@@ -85,7 +84,6 @@ VERSIONS = {
         # Computed from the 50,000 training images by `channel_statistics`, as a test does again.
         mean=(0.49139967861519607, 0.48215840839460783, 0.44653091444546567),
         std=(0.24703223246328201, 0.24348512800005553, 0.2615878417279645),
-        binary_archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
     ),
     "cifar100": CifarVersion(
         "cifar100",
@@ -98,7 +96,6 @@ VERSIONS = {
         # As in published recipes; the same computation agrees to 15 digits.
         mean=(0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
         std=(0.2673342858792401, 0.2564384629170883, 0.27615047132568404),
-        binary_archive_md5="03b5dce01913d631647c71ecec9e9cb8",
     ),
 }
 
@@ -133,46 +130,30 @@ def find_folder(version: CifarVersion, data_path: Path) -> Path | None:
 
 
 def _fetch(version: CifarVersion, data_path: Path, archive: Path | None) -> Path:
-    """Create the folder of the data from a local archive or, without one, by torchvision's download; return it.
+    """Let torchvision unpack a local archive or, without one, download it; return the data's folder.
 
     It appears in one rename, so no process sees partial data. If several processes call, one does the work.
     """
-    from torchvision.datasets.utils import extract_archive
+    from torchvision.datasets.utils import check_integrity
 
-    name = version.dataset_class.base_folder if archive is None else _identify(version, archive)
-    target = data_path / name
+    dataset = version.dataset_class
+    if archive is not None and not check_integrity(archive, dataset.tgz_md5):
+        raise DataError(f"{archive}: missing, truncated, altered, or not the official {dataset.filename}")
+    target = data_path / dataset.base_folder
     try:
         data_path.mkdir(parents=True, exist_ok=True)
         with partial_folder(target, data_path / f".{version.name}.lock") as partial:
             if os.path.isdir(target):  # another process created it while this one waited
                 return target
-            if archive is None:
-                version.dataset_class(partial, download=True)
-            else:
-                link = partial / "archive.tar.gz"  # torchvision unpacks by a file's ending
-                link.symlink_to(archive.resolve())
-                extract_archive(link, partial)
-            (partial / name).rename(target)
+            if archive is not None:  # torchvision does not download what is there
+                (partial / dataset.filename).symlink_to(archive.resolve())
+            dataset(partial, download=True)
+            (partial / target.name).rename(target)
     except (OSError, RuntimeError, http.client.HTTPException) as error:
         if not os.path.isdir(target):  # else, without locks, another process was faster
             what = "downloaded" if archive is None else f"unpacked from {archive}"
             raise DataError(f"{version.title} cannot be {what} to {data_path}: {error}") from error
     return target
-
-
-def _identify(version: CifarVersion, archive: Path) -> str:
-    """Return the folder that an official archive holds, identified by its published MD5 without opening it."""
-    from torchvision.datasets.utils import calculate_md5
-
-    dataset = version.dataset_class
-    folders = {dataset.tgz_md5: dataset.base_folder, version.binary_archive_md5: version.folder}
-    if not archive.is_file():
-        raise DataError(f"{archive}: no such archive")
-    found = calculate_md5(archive)
-    if found not in folders:
-        official = f"{dataset.filename} or {dataset.filename.replace('python', 'binary')}"
-        raise DataError(f"{archive}: MD5 {found}: truncated, altered, or not the official {official}")
-    return folders[found]
 
 
 def _read_pickles(folder: Path, version: CifarVersion) -> list[Arrays]:
@@ -197,10 +178,8 @@ def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arra
         records = [np.asarray(np.memmap(path, np.uint8, "r")).reshape(-1, version.record_bytes) for path in paths]
         found = fingerprint(records)
     if found != split.fingerprint:
-        raise DataError(
-            f"{' + '.join(map(str, paths))}: altered: the records' fingerprint is {found[:16]}, expected "
-            f"{split.fingerprint[:16]} for {version.title}"
-        )
+        names, expected = " + ".join(map(str, paths)), split.fingerprint[:16]
+        raise DataError(f"{names}: altered: the records' fingerprint is {found[:16]}, not {version.title}'s {expected}")
     joined = records[0] if len(records) == 1 else np.concatenate(records)  # [N, record_bytes]
     images = joined[:, version.label_bytes :].reshape(-1, *IMAGE_SHAPE)
     return images, joined[:, version.label_bytes - 1].astype(np.int64)

@@ -2,6 +2,10 @@
 
 import hashlib
 import math
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from utils.data.datasets.cifar import VERSIONS, read_cifar
-from utils.data.datasets.image_files import EncodedImages, ImageFiles, ReadSamples
+from utils.data.datasets.image_files import ImageFiles, ReadSamples, spaced
 from utils.data.datasets.shapes import CLASS_NAMES, generate_shapes
 from utils.data.sampling import IntArray
-from utils.errors import ConfigError
+from utils.errors import ConfigError, DataError, unicode_note
 
 NUM_SHAPES_TRAIN, NUM_SHAPES_VALID = 10_000, 2_000
-SAMPLED_IMAGES = 512  # of each array, evenly spaced, in a fingerprint
+STATISTICS = ("mean", "std")  # of the pixels: they may differ between versions of Pillow
+LARGEST_PART = 2**24  # bytes of images that are counted at once
+SMALLEST_DEVIATION = 1 / 255  # a channel that varies by less than one level is constant
 HOLDOUT_SEED = 0  # not the run's: runs with other seeds hold out the same images
 
 
@@ -37,11 +43,26 @@ class ImageArrays:
         return ImageArrays(self.images[indices], self.labels[indices])
 
     def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples:
-        """Return the samples `indices`; the other arguments are for `EncodedImages`, which has the same interface."""
+        """Return the samples `indices`; the other arguments are for `ImageFiles`, which has the same interface."""
+        self.check_file()
         return ReadSamples(self.images[indices], indices, {})
 
+    def check_file(self) -> None:
+        """`DataError` if a memory map's file has been cut: reading beyond its end would kill the process."""
+        owner = self.images
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, np.memmap) and owner.filename and os.path.exists(owner.filename):
+            found, needed = os.stat(owner.filename).st_size, owner.offset + owner.nbytes
+            if found < needed:
+                raise DataError(f"{owner.filename}: has become shorter: {found} bytes, expected {needed}; restore it")
 
-Split = ImageArrays | EncodedImages
+    def identity(self) -> Iterator[bytes]:
+        """Yield evenly spaced images."""
+        yield np.ascontiguousarray(self.images[spaced(len(self.labels))]).tobytes()
+
+
+Split = ImageArrays | ImageFiles
 
 
 @dataclass(frozen=True)
@@ -53,8 +74,11 @@ class Dataset:
     mean: tuple[float, ...]  # per channel of the training images in [0, 1]
     std: tuple[float, ...]
     test: Split | None = None  # only if training images are held out for validation
-    fingerprint: str | None = None  # of a user's own data, which have no name
+    fingerprint: str = ""  # of all images and labels
     notes: tuple[str, ...] = ()  # lines for the log
+
+    def __post_init__(self) -> None:
+        match_classes(f"dataset {self.name}", self.class_names, self.class_names, remedy="")
 
     def describe(self) -> dict[str, Any]:
         """Return the properties that a checkpoint records, as plain values; "shape" is (channels, height, width)."""
@@ -64,8 +88,23 @@ class Dataset:
             "shape": self.train.image_shape,
             "mean": self.mean,
             "std": self.std,
-            **({} if self.fingerprint is None else {"fingerprint": self.fingerprint}),
+            "fingerprint": self.fingerprint,
         }
+
+
+def match_classes(where: str, found: Sequence[str], known: Sequence[str], remedy: str) -> IntArray:
+    """Return the index in `known` of each of the class names `found`, int64 [classes]: their order may differ.
+
+    Raises `DataError` if the names differ, or one of them occurs twice, perhaps in two Unicode forms."""
+    for names in (found, known):
+        forms = Counter(unicodedata.normalize("NFC", name) for name in names)
+        if twice := [name for name in names if forms[unicodedata.normalize("NFC", name)] > 1]:
+            raise DataError(f"{where}: class {twice[0]!r} occurs twice ({twice[1]!a}); give each class another name")
+    if differing := sorted({*known} ^ {*found}):
+        sizes = f"its {len(found)} classes are not the {len(known)} expected ones, for example {differing[0]!r}"
+        raise DataError(f"{where}: {sizes}{unicode_note({*found} - {*known}, known)}; {remedy}")
+    labels = {name: label for label, name in enumerate(known)}
+    return np.array([labels[name] for name in found], np.int64)
 
 
 def load_dataset(name: str, data_path: Path, *, download: bool) -> Dataset:
@@ -86,27 +125,24 @@ def _generate_shapes_dataset() -> Dataset:
 
 
 def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel in [0, 1], from exact counts. images: uint8 [N, 3, H, W]."""
-    number, levels = images[:, 0].size, np.arange(256)
-    counts = [np.bincount(images[:, channel].reshape(-1), minlength=256) for channel in range(3)]
+    """Return mean and standard deviation of each channel in [0, 1], from exact counts; the latter is 1 if constant.
+    images: uint8 [N, 3, H, W]."""
+    number, levels, counts = images[:, 0].size, np.arange(256), np.zeros((3, 256), np.int64)
+    for part in np.array_split(images, 1 + images.size // LARGEST_PART):
+        counts += [np.bincount(part[:, channel].reshape(-1), minlength=256) for channel in range(3)]
     sums = [(int(count @ levels), int(count @ levels**2)) for count in counts]  # exact below 2^63
     means = tuple(total / (number * 255) for total, _ in sums)
     deviations = (math.sqrt(number * squares - total**2) / (number * 255) for total, squares in sums)
-    return means, tuple(max(deviation, 1e-6) for deviation in deviations)
+    return means, tuple(deviation if deviation >= SMALLEST_DEVIATION else 1.0 for deviation in deviations)
 
 
 def fingerprint(*splits: Split) -> str:
-    """Return the SHA-256 of all labels, and of the files' names or evenly spaced images. It ensures that a run resumes
-    with the same data, and that all ranks have the same data."""
+    """Return the SHA-256 of all labels, and of the files' names and sizes, the shards' CRC-32, or evenly spaced images:
+    it must be the same on all ranks and when a run resumes."""
     digest = hashlib.sha256()
     for split in splits:
-        digest.update(split.labels.tobytes())
-        if isinstance(split, ImageArrays):
-            count = len(split.labels)
-            chosen = np.linspace(0, count - 1, min(SAMPLED_IMAGES, count)).astype(np.int64)
-            digest.update(np.ascontiguousarray(split.images[chosen]).tobytes())
-        elif isinstance(split, ImageFiles):
-            digest.update(b"\0".join(split.names.tolist()))
+        for part in (split.labels.tobytes(), *split.identity()):
+            digest.update(part)
     return digest.hexdigest()
 
 
@@ -126,10 +162,20 @@ def hold_out(dataset: Dataset, number: int) -> Dataset:
 def stratified_split(labels: IntArray, number: int) -> tuple[IntArray, IntArray]:
     """Return (kept, held out), ascending indices of the samples with `labels` [N]. `number` are held out: the same
     fraction of each class, rounded, and random images within a class."""
-    shuffled = np.random.Generator(np.random.Philox(key=HOLDOUT_SEED)).permutation(len(labels))
-    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    sizes = np.bincount(labels)
+    by_class = _sort_by_class(labels)
     # Place the k-th of a class's n images at (k + 1/2) / n: the first places have equal fractions of all classes.
-    place = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
+    place = np.concatenate([(np.arange(size) + 0.5) / size for size in np.bincount(labels)])
     order = by_class[np.argsort(place, kind="stable")]
     return np.sort(order[number:]), np.sort(order[:number])
+
+
+def spread_over_classes(labels: IntArray, number: int) -> IntArray:
+    """Return ascending indices of `number` of the samples with `labels` [N]: every class has its fraction, rounded up
+    or down, also if there are more classes than `number`."""
+    return np.sort(_sort_by_class(labels)[(2 * np.arange(number) + 1) * len(labels) // (2 * number)])
+
+
+def _sort_by_class(labels: IntArray) -> IntArray:
+    """Return the indices of the samples, sorted by label, in random order within a class."""
+    shuffled = np.random.Generator(np.random.Philox(key=HOLDOUT_SEED)).permutation(len(labels))
+    return shuffled[np.argsort(labels[shuffled], kind="stable")]

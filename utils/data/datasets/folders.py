@@ -9,24 +9,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import numpy as np
 
-from utils.data.datasets.dataset import Dataset, channel_statistics
-from utils.data.datasets.image_files import EncodedImages, ImageFiles, describe_unreadable, printable_name
+from utils.data.datasets.dataset import Dataset, channel_statistics, match_classes
+from utils.data.datasets.image_files import ImageFiles, ReadSamples, describe_unreadable, spaced
+from utils.data.datasets.image_files import printable_name as printable
 from utils.errors import DataError, unicode_note
 from utils.files import name_file_in_error
 from utils.program import command
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-STATISTICS_IMAGES = 512  # evenly spaced training images, for size, mean and standard deviation
 SMALLEST_SIZE = 8  # pixels, if image_size is not set
 IMAGENET_SIZE = 224
 # of ImageNet's training images, as for torchvision's published weights
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 LAYOUT = "expected DATA_PATH/train/CLASS/IMAGE and DATA_PATH/val/CLASS/IMAGE"
-INDEX_COMMAND = f"{command('prepare_data')} --shards DATA_PATH"  # for shards without an index
 
 
 def open_folders(name: str, data_path: Path, image_size: int | None) -> Dataset:
@@ -35,18 +33,16 @@ def open_folders(name: str, data_path: Path, image_size: int | None) -> Dataset:
     `image_size` None: 224 for imagenet, else the median shorter side of a sample of training images.
     """
     (class_names, train), (others, valid) = (_list_split(data_path / split) for split in ("train", "val"))
-    if differing := sorted({*class_names} ^ {*others}):
-        raise DataError(f"{data_path}: train/ and val/ hold different classes, for example {differing[0]!r}; {LAYOUT}")
+    match_classes(f"{data_path / 'val'}", others, class_names, f"train/ has others; {LAYOUT}")  # both are sorted
     return build_from_files(name, tuple(class_names), train, valid, image_size)
 
 
 def build_from_files(
-    name: str, class_names: tuple[str, ...], train: EncodedImages, valid: EncodedImages, image_size: int | None
+    name: str, class_names: tuple[str, ...], train: ImageFiles, valid: ImageFiles, image_size: int | None
 ) -> Dataset:
     """Return the dataset of two splits, whose size and crop are set here; see `open_folders`."""
     size, notes = image_size or (IMAGENET_SIZE if name == "imagenet" else None), list[str]()
-    # the same sample on every rank
-    sample = np.linspace(0, len(train.labels) - 1, min(STATISTICS_IMAGES, len(train.labels))).astype(np.int64)
+    sample = spaced(len(train.labels))  # the same on every rank
     if size is None:
         from PIL import Image
 
@@ -65,10 +61,10 @@ def build_from_files(
     else:
         mean, std = IMAGENET_MEAN, IMAGENET_STD
     # printing or plotting a name that is not UTF-8 would fail
-    return Dataset(name, train, valid, tuple(map(printable_name, class_names)), mean, std, notes=tuple(notes))
+    return Dataset(name, train, valid, tuple(map(printable, class_names)), mean, std, notes=tuple(notes))
 
 
-def _check_any(read: Any) -> None:
+def _check_any(read: ReadSamples) -> None:
     if not len(read.indices):
         raise DataError(f"not one of the sampled images can be read: {describe_unreadable(read.unreadable)}")
 
@@ -90,7 +86,7 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
             found.append((str(path), -1))
             continue
         folders, names = _entries(path)
-        if unknown := [name for name in map(printable_name, folders) if name not in labels]:
+        if unknown := [name for name in map(printable, folders) if name not in labels]:
             raise DataError(
                 f"{path}: {len(unknown)} of its {len(folders)} folders are no classes of this run: "
                 f"{shorten(', '.join(unknown), 80)}{unicode_note(unknown, labels)}\n"
@@ -98,11 +94,10 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
             )
         images = [(os.path.join(path, name), -1) for name in names]
         for name in folders:
-            images += [(image, labels[printable_name(name)]) for image in _list_images(os.path.join(path, name))]
+            images += [(image, labels[printable(name)]) for image in _list_images(os.path.join(path, name))]
         if not images or (names and folders):
-            raise DataError(
-                f"{path}: holds no images ({', '.join(EXTENSIONS)}), or both images and folders; expected one kind"
-            )
+            kinds = f"no images ({', '.join(EXTENSIONS)}), or both images and folders"
+            raise DataError(f"{path}: holds {kinds}; expected one kind")
         found += images
     files = np.array([os.fsencode(name) for name, _ in found])
     return ImageFiles(np.array([label for _, label in found], np.int64), size, centre_fraction, Path(), files)
@@ -114,9 +109,8 @@ def _entries(folder: Path) -> tuple[list[str], list[str]]:
     with name_file_in_error(folder, "cannot be read", f"; {LAYOUT}", DataError):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     folders = [entry.name for entry in entries if os.path.isdir(entry) and not entry.name.startswith(".")]
-    return folders, [
-        entry.name for entry in entries if entry.name.lower().endswith(EXTENSIONS) and not os.path.isdir(entry)
-    ]
+    images = [entry for entry in entries if entry.name.lower().endswith(EXTENSIONS) and not os.path.isdir(entry)]
+    return folders, [entry.name for entry in images]
 
 
 def _list_images(folder: str) -> list[str]:
@@ -144,14 +138,14 @@ def _list_split(folder: Path) -> tuple[list[str], ImageFiles]:
     are none."""
     class_names, _ = _entries(folder)
     if not class_names:
-        raise DataError(f"{folder}: holds no class folders; {LAYOUT}, or shards and their index: {INDEX_COMMAND}")
+        indexed = f"shards and their index: {command('prepare_data')} --shards DATA_PATH"
+        raise DataError(f"{folder}: holds no class folders; {LAYOUT}, or {indexed}")
     names, labels = list[bytes](), list[int]()
     for label, name in enumerate(class_names):
         images = _list_images(os.path.join(folder, name))
         if not images:
-            raise DataError(
-                f"{folder / name}: class folder without images ({', '.join(EXTENSIONS)}); fill or remove it"
-            )
+            what = f"class folder without images ({', '.join(EXTENSIONS)})"
+            raise DataError(f"{folder / name}: {what}; fill or remove it")
         names += [os.fsencode(image[len(os.path.join(folder, "")) :]) for image in images]
         labels += [label] * len(images)
     return class_names, ImageFiles(np.array(labels, np.int64), 0, 1.0, folder, np.array(names))

@@ -1,28 +1,35 @@
-"""Splits whose images stay encoded on disk until they are needed, as an alternative to `ImageArrays`.
+"""`ImageFiles`: images that stay encoded on disk until they are needed, as an alternative to `ImageArrays`."""
 
-`EncodedImages` is the base class; `ImageFiles` has one file per image.
-"""
-
+import errno
 import io
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from utils.data.sampling import IntArray, resized_crop_box
-from utils.errors import ExpectedError
+from utils.errors import OUT_OF_MEMORY, DataError, ExpectedError
 from utils.files import open_regular
 
 if TYPE_CHECKING:
     from PIL import Image
 
+SAMPLED_IMAGES = 512  # evenly spaced: for fingerprint, size, mean and standard deviation
+THREADS = 16  # asking for the sizes of many small files is waiting, not computing
+# a broken link, not a regular file, a socket, a link to itself; other errors of the system may pass
+NO_IMAGE = (errno.ENOENT, errno.EINVAL, errno.ENXIO, errno.ELOOP)
+PAUSES = (0.5, 1, 2)  # seconds before another attempt
+MOST_ELONGATED = 16  # longer to shorter side: the shorter one is resized to a fixed size, and the longer one with it
+EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+BITS_PER_SAMPLE, SAMPLE_FORMAT, UNSIGNED = 258, 339, 1  # of TIFF
 
-@dataclass(frozen=True)
-class ReadSamples:
+
+class ReadSamples(NamedTuple):
     """The results of decoding samples, the indices of the samples, and the unreadable files."""
 
     samples: Any  # uint8 [N, 3, S, S], or N results of another function
@@ -31,24 +38,40 @@ class ReadSamples:
 
 
 @dataclass(frozen=True)
-class EncodedImages(ABC):
-    """One split: images that are decoded on demand to squares of `size` pixels."""
+class ImageFiles:
+    """One split: images that are decoded on demand to squares of `size` pixels; one file per image."""
 
     labels: np.ndarray  # int64 [N]
     size: int
     centre_fraction: float  # of the shorter side, which the central square keeps
+    root: Path
+    names: np.ndarray  # bytes [N], relative to root; reference counts of str objects would unshare workers' memory
+    unreadable: dict[int, str] = field(init=False, default_factory=dict)  # reason by index, of the images tried so far
 
-    @abstractmethod
     def path(self, index: int) -> str:
         """Return the sample's name for messages."""
+        return os.path.join(self.root, os.fsdecode(self.names[index]))
 
-    @abstractmethod
     def content(self, index: int) -> bytes:
         """Return the sample's encoded bytes. `OSError` if they cannot be read."""
+        with open_regular(self.path(index)) as file:
+            return file.read()
 
-    @abstractmethod
-    def take(self, indices: IntArray) -> "EncodedImages":
+    def take(self, indices: IntArray) -> "ImageFiles":
         """Return a split of these samples."""
+        return replace(self, labels=self.labels[indices], names=self.names[indices])
+
+    def identity(self) -> Iterator[bytes]:
+        """Yield all names and sizes, and the bytes of evenly spaced files."""
+
+        def find_sizes(indices: IntArray) -> list[int]:
+            return [_find_size(self.path(index)) for index in indices.tolist()]
+
+        yield b"\0".join(self.names.tolist())
+        with ThreadPoolExecutor(THREADS) as pool:
+            for sizes in pool.map(find_sizes, np.array_split(np.arange(len(self.names)), THREADS)):
+                yield np.array(sizes, np.int64).tobytes()
+        yield from self.read_each(spaced(len(self.names)), lambda content, _: content, replace=False).samples
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -67,48 +90,67 @@ class EncodedImages(ABC):
             return np.asarray(functional.resized_crop(image, *box, [self.size, self.size])).transpose(2, 0, 1)
 
         read = self.read_each(indices, decode, replace=replace)
-        images = np.stack(read.samples) if read.samples else np.empty((0, *self.image_shape), np.uint8)
-        return ReadSamples(images, read.indices, read.unreadable)
+        return read._replace(samples=np.stack(read.samples) if read.samples else np.empty((0, *self.image_shape), "u1"))
 
     def read_each(self, indices: IntArray, decode: Callable[[bytes, int], Any], *, replace: bool) -> ReadSamples:
-        """Call `decode` with the bytes of each sample and its position in `indices`. A sample for which it raises an
-        exception is unreadable: it is replaced by the next readable one with `replace`, else skipped. An
-        `ExpectedError` is passed on: it means that the whole split is unreliable."""
+        """Call `decode` with the bytes of each sample and its position in `indices`. A sample that it refuses is
+        unreadable and not tried again: with `replace`, another one of its class replaces it, else it is skipped.
+
+        `DataError` for a class without a readable sample, and after an error that did not pass."""
         samples, shown, unreadable = [], [], dict[str, str]()
         for row, index in enumerate(indices.tolist()):
-            for step in range(len(self.labels) if replace else 1):
-                candidate = (index + step) % len(self.labels)
+            for candidate in self._candidates(index, replace):
                 try:
-                    samples.append(decode(self.content(candidate), row))
+                    if candidate not in self.unreadable:
+                        samples.append(self._decode(candidate, decode, row))
+                        shown.append(candidate)
+                        break
                 except ExpectedError:
                     raise
                 except Exception as error:  # decoders raise exceptions of any type for damaged files
-                    unreadable[self.path(candidate)] = _reason(error)
-                else:
-                    shown.append(candidate)
-                    break
+                    self.unreadable[candidate] = _reason(error)
+                unreadable[self.path(candidate)] = self.unreadable[candidate]
             else:
-                if replace:  # no sample at all can be read
-                    break
+                if replace:
+                    raise DataError(f"a class without a readable training image: {describe_unreadable(unreadable)}")
         return ReadSamples(samples, np.array(shown, np.int64), unreadable)
 
+    def _candidates(self, index: int, replace: bool) -> Iterator[int]:
+        """Yield `index`, and with `replace` all samples of its class, in a random order that depends on `index`."""
+        yield index
+        if replace:
+            members = np.flatnonzero(self.labels == self.labels[index])
+            yield from np.random.Generator(np.random.Philox(key=index)).permutation(members).tolist()
 
-@dataclass(frozen=True)
-class ImageFiles(EncodedImages):
-    """One split with one file per image."""
+    def _decode(self, index: int, decode: Callable[[bytes, int], Any], row: int) -> Any:
+        """Read and decode a sample. Tries again after an error that may pass; at last raises a `DataError`."""
+        for pause in (*PAUSES, None):
+            try:
+                return decode(self.content(index), row)
+            except Exception as error:
+                if isinstance(error, ExpectedError) or not may_pass(error):
+                    raise
+                if pause is None:
+                    remedy = "resume when disk, network and memory work again"
+                    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                        remedy = "allow more open files (ulimit -n), or use fewer num_data_workers or shards"
+                    name, reason = printable_name(self.path(index)), _reason(error)
+                    raise DataError(
+                        f"{name}: cannot be read in {len(PAUSES) + 1} attempts: {reason}; {remedy}"
+                    ) from None
+                time.sleep(pause)
 
-    root: Path
-    names: np.ndarray  # bytes [N], relative to root; reference counts of str objects would unshare workers' memory
 
-    def path(self, index: int) -> str:
-        return os.path.join(self.root, os.fsdecode(self.names[index]))
+def _find_size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
 
-    def content(self, index: int) -> bytes:
-        with open_regular(self.path(index)) as file:
-            return file.read()
 
-    def take(self, indices: IntArray) -> "ImageFiles":
-        return replace(self, labels=self.labels[indices], names=self.names[indices])
+def spaced(number: int) -> IntArray:
+    """Return up to `SAMPLED_IMAGES` evenly spaced indices of `number` images."""
+    return np.linspace(0, number - 1, min(SAMPLED_IMAGES, number)).astype(np.int64)
 
 
 def decode_image(content: bytes) -> "Image.Image":
@@ -121,11 +163,22 @@ def decode_image(content: bytes) -> "Image.Image":
 
 def as_rgb(image: "Image.Image") -> "Image.Image":
     """Convert any PIL image to RGB: as torchvision.datasets.ImageFolder and PIL do, without EXIF orientation and alpha,
-    the first frame. But of 16-bit grey it keeps the upper eight bits: PIL's conversion makes nearly all white."""
+    the first frame. But of 16-bit grey it keeps the upper eight bits, since PIL's conversion makes nearly all white.
+    `ValueError` for other depths and for signed numbers, which PIL clips. Of a very elongated image, the centre."""
     from PIL import Image
 
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    tags, mode = getattr(image, "tag_v2", {}), image.mode
+    is_deep = mode.startswith("I;16") or (mode == "I" and image.format in ("PNG", "PPM"))
+    bits, kinds = tags.get(BITS_PER_SAMPLE, (8,)), tags.get(SAMPLE_FORMAT, (UNSIGNED,))
+    if not (is_deep or mode in EIGHT_BITS) or {*bits} - {1, 2, 4, 8, 16} or {*kinds} - {UNSIGNED}:
+        signed = "" if {*kinds} == {UNSIGNED} else ", signed or floating point"
+        raise ValueError(f"pixels of mode {mode}{signed}; only 8 bits, and 16 bits unsigned, are read")
+    longest = MOST_ELONGATED * min(image.size)
+    if max(image.size) > longest:
+        left, top = (max(0, side - longest) // 2 for side in image.size)
+        image = image.crop((left, top, image.width - left, image.height - top))
+    if is_deep:
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")
 
 
@@ -143,6 +196,13 @@ def central_square(height: int, width: int, size: int, fraction: float) -> tuple
     shorter = round(size / fraction)
     resized = [int(shorter * side / min(height, width)) for side in (height, width)]
     return resized, [round((side - size) / 2) for side in resized]
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether an error of disk, network or memory may pass; it says nothing about the image."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno not in NO_IMAGE
+    return isinstance(error, MemoryError | TimeoutError) or bool(OUT_OF_MEMORY.search(str(error)))
 
 
 def _reason(error: Exception) -> str:

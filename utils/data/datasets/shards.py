@@ -2,16 +2,15 @@
 
 DATA_PATH/train/*.tar    DATA_PATH/val/*.tar    DATA_PATH/shards.index
 
-The index, NumPy's .npz format, has each image's shard, offset, length and CRC-32. So the order is the same as in class
-folders, and only the bytes of the requested images are read. Each process opens a shard when it first needs it and
-keeps it open, since each opening costs a request to the metadata server of a cluster's file system.
+The index, an .npz file, has each image's shard, offset, length and CRC-32, in the order of class folders. Each process
+opens a shard when it first needs it and keeps it open, since opening loads the metadata server of a cluster.
 """
 
 import os
 import resource
 import shlex
 import zlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from zipfile import BadZipFile
@@ -20,10 +19,10 @@ import numpy as np
 
 from utils.data.datasets.dataset import Dataset
 from utils.data.datasets.folders import build_from_files
-from utils.data.datasets.image_files import EncodedImages
+from utils.data.datasets.image_files import ImageFiles, may_pass
 from utils.data.sampling import IntArray
 from utils.errors import DataError
-from utils.files import name_file_in_error, open_regular
+from utils.files import open_regular
 from utils.program import command
 
 INDEX_FILE = "shards.index"
@@ -42,10 +41,9 @@ class OpenShards(dict[int, int]):
 
 
 @dataclass(frozen=True)
-class ShardedImages(EncodedImages):
-    """One split in shards."""
+class ShardedImages(ImageFiles):
+    """One split in shards; `names` are the members of the tar files."""
 
-    folder: Path
     shards: np.ndarray  # [S] of SHARD_FIELDS
     images: np.ndarray  # [N] of IMAGE_FIELDS and `member`
     opened: OpenShards = field(default_factory=OpenShards, compare=False)
@@ -53,25 +51,39 @@ class ShardedImages(EncodedImages):
     def path(self, index: int) -> str:
         """Return SHARD:MEMBER."""
         shard = self.shards["name"][self.images["shard"][index]]
-        return f"{self.folder / shard}:{os.fsdecode(self.images['member'][index])}"
+        return f"{self.root / shard}:{os.fsdecode(self.names[index])}"
 
     def content(self, index: int) -> bytes:
         """Return the image's bytes; `DataError` if they differ from the indexed bytes."""
         number, _, offset, length, checksum, _ = self.images[index].item()
-        path = self.folder / self.shards["name"][number]
-        with reading(path, self.folder):
+        path = self.root / self.shards["name"][number]
+        try:
             if number not in self.opened:
                 with open_regular(path) as file:
                     descriptor = os.dup(file.fileno())
                 if self.opened.setdefault(number, descriptor) != descriptor:  # another thread was faster
                     os.close(descriptor)
             content = os.pread(self.opened[number], length, offset)
+        except OSError as error:
+            if may_pass(error):
+                raise
+            raise DataError(f"{path}: cannot be read: {error.strerror}; {remedy(self.root)}") from None
         if zlib.crc32(content) != checksum:
-            raise DataError(f"{self.path(index)}: the bytes differ from the indexed ones; {remedy(self.folder)}")
+            raise DataError(f"{self.path(index)}: the bytes differ from the indexed ones; {remedy(self.root)}")
         return content
 
     def take(self, indices: IntArray) -> "ShardedImages":
-        return replace(self, labels=self.labels[indices], images=self.images[indices])
+        return replace(self, labels=self.labels[indices], names=self.names[indices], images=self.images[indices])
+
+    def identity(self) -> Iterator[bytes]:
+        """Yield the indexed checksums of all images."""
+        yield self.images["checksum"].tobytes()
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """Return the shards of a dataset's folder, sorted."""
+    found = [path for split in ("train", "val") for path in (folder / split).glob("*.tar")]
+    return sorted(path for path in found if not path.name.startswith("."))
 
 
 def remedy(folder: Path) -> str:
@@ -79,31 +91,29 @@ def remedy(folder: Path) -> str:
     return f"restore the file, or index the shards again: {command('prepare_data')} --shards {shlex.quote(str(folder))}"
 
 
-def reading(path: Path, folder: Path) -> AbstractContextManager[None]:
-    """Turn an `OSError` of the block, which reads `path`, into a `DataError` with the remedy for the index's folder."""
-    return name_file_in_error(path, "cannot be read", f"; {remedy(folder)}", DataError)
-
-
 def open_shards(name: str, data_path: Path, image_size: int | None) -> Dataset:
     """Return the dataset `name`, "imagefolder" or "imagenet", in the shards of `data_path`; see `folders.open_folders`.
 
-    `DataError` if the index is damaged, or a shard is missing or of another size; reads no shard."""
+    `DataError` if the index is damaged, or a shard is missing, new or of another size; reads no shard."""
     path = data_path / INDEX_FILE
     try:
-        with reading(path, data_path), open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             class_names = tuple(arrays["class_names"].tolist())
             splits = [(arrays[f"{split}_shards"], arrays[f"{split}_images"]) for split in ("train", "valid")]
         train, valid = (
-            ShardedImages(images["label"].copy(), 0, 1.0, data_path, shards, images) for shards, images in splits
+            ShardedImages(images["label"].copy(), 0, 1.0, data_path, images["member"], shards, images)
+            for shards, images in splits
         )
+        sizes = {str(shard): shard.stat().st_size for shard in find_shards(data_path)}
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: cannot be read: {error.strerror}; {remedy(data_path)}") from None
     except (ValueError, LookupError, EOFError, BadZipFile) as error:
         raise DataError(f"{path}: damaged, or of another version: {error}; {remedy(data_path)}") from None
-    for shard_name, num_bytes in [*train.shards.tolist(), *valid.shards.tolist()]:
-        shard = data_path / shard_name
-        with reading(shard, data_path):
-            found = shard.stat().st_size
-        if found != num_bytes:
-            raise DataError(f"{shard}: {found} bytes, expected {num_bytes} from the index; {remedy(data_path)}")
+    indexed = {str(data_path / shard): size for shards, _ in splits for shard, size in shards.tolist()}
+    for shard in sorted(sizes.keys() | indexed.keys()):
+        if sizes.get(shard) != indexed.get(shard):
+            found = f"{sizes.get(shard, 'no')} bytes, expected {indexed.get(shard, 'no')} from the index"
+            raise DataError(f"{shard}: {found}; {remedy(data_path)}")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each process may open every shard
     return build_from_files(name, class_names, train, valid, image_size)

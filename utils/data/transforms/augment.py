@@ -18,12 +18,15 @@ class Normalise:
     def __init__(
         self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, memory_format: torch.memory_format
     ) -> None:
-        self.mean, self.std, self.device = mean, std, device
+        self.device, self.memory_format = device, memory_format
+        self.set_statistics(mean, std)
+
+    def set_statistics(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self.mean, self.std = mean, std
         # one product and one sum: half the passes over the batch
         exact_mean, exact_std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (mean, std))
-        self.scale = (1 / (255 * exact_std)).float().to(device)
-        self.shift = (-exact_mean / exact_std).float().to(device)
-        self.memory_format = memory_format
+        self.scale = (1 / (255 * exact_std)).float().to(self.device)
+        self.shift = (-exact_mean / exact_std).float().to(self.device)
 
     def __call__(self, images: Tensor) -> Tensor:
         # Arithmetic before the change of format: whole planes are contiguous, but channels_last has runs of three.

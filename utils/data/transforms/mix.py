@@ -85,10 +85,8 @@ class BatchMix:
         self.config, self.plan = config, plan
         self.pairs_images = bool(config.mixup_alpha or config.cutmix_alpha)
         if plan.batch_size % 2 and self.pairs_images:
-            raise ConfigError(
-                f"mixup_alpha and cutmix_alpha pair images within a rank's batch, which has {plan.batch_size} images; "
-                "use an even number"
-            )
+            why = f"mixup_alpha and cutmix_alpha pair images of a rank's batch, which has {plan.batch_size} images"
+            raise ConfigError(f"{why}; use an even number")
         self._epoch, self._batches = -1, list[IntArray]()
 
     def __call__(self, images: Tensor, labels: Tensor, epoch: int, batch: int) -> tuple[Tensor, Tensor]:

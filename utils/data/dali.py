@@ -1,9 +1,8 @@
 """The loader `dali`: NVIDIA DALI in a GPU pipeline when training on a GPU, else in a CPU pipeline.
 
-Order and augmentation follow the contract. Threads read the files ahead and pass them to DALI with the parameters of
-their augmentation. DALI decodes JPEG (on a GPU fused with the random crop), crops, resizes, flips, rotates and
-normalises. PIL decodes all other files, so that one rule holds for all loaders: DALI applies the EXIF orientation,
-reads 16 bits, CMYK and alpha differently, and may kill the process when it cannot read a file.
+Threads read the files ahead and pass them to DALI with the parameters of their augmentation. DALI decodes JPEG (on a
+GPU fused with the random crop), crops, resizes, flips, rotates and normalises. PIL decodes all other files, since DALI
+applies the EXIF orientation, reads 16 bits, CMYK and alpha differently, and may be killed by an unreadable file.
 """
 
 import io
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from utils.data.config import DataConfig
 from utils.data.datasets.dataset import ImageArrays, Split
-from utils.data.datasets.image_files import ReadSamples, central_square, decode_image
+from utils.data.datasets.image_files import MOST_ELONGATED, ReadSamples, central_square, decode_image
 from utils.data.loader import Loader
 from utils.data.sampling import EpochPlan, IntArray, resized_crop_box
 from utils.data.transforms.augment import Normalise
@@ -38,19 +37,15 @@ class DaliFailure(Exception):
 class DaliLoader(Loader):
     """Runs one pipeline per epoch, with at least one thread, which prepares `AHEAD` batches."""
 
-    def __init__(
-        self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise, num_workers: int
-    ) -> None:
+    def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
         super().__init__(plan, normalise)
         try:
             import nvidia.dali
         except ImportError as error:
-            raise ConfigError(
-                f"data_loader dali: NVIDIA DALI cannot be imported ({error}).\n"
-                'pip install ".[dali]" (CUDA 11: ".[dali-cuda110]"), or --set data_loader=device'
-            ) from None
+            remedy = 'pip install ".[dali]" (CUDA 11: ".[dali-cuda110]"), or --set data_loader=device'
+            raise ConfigError(f"data_loader dali: NVIDIA DALI cannot be imported ({error}).\n{remedy}") from None
         self.dali: Any = nvidia.dali
-        self.split, self.num_threads = split, max(1, num_workers)
+        self.split, self.num_threads = split, max(1, config.num_data_workers)
         self.labels = torch.from_numpy(split.labels).to(self.device)
         self.channels_last = normalise.memory_format is torch.channels_last
 
@@ -83,7 +78,7 @@ class DaliLoader(Loader):
             pipeline = self._build(list(first.samples), inputs())
             for _ in batches:
                 images, batch = self._receive(pipeline), in_pipeline.popleft()
-                self.record_unreadable(batch.unreadable, len(batch.indices))
+                self.record_unreadable(batch.unreadable)
                 on_device = torch.from_numpy(batch.indices).to(self.device, non_blocking=True)
                 yield images[: len(on_device)], self.labels[on_device]
 
@@ -119,7 +114,7 @@ class DaliLoader(Loader):
 
         if isinstance(split, ImageArrays):
             shown, unreadable = indices, dict[str, str]()
-            inputs: dict[str, Any] = {"images": np.ascontiguousarray(split.images[indices])}
+            inputs: dict[str, Any] = {"images": np.ascontiguousarray(split.read(indices, None, replace=False).samples)}
         else:
             read = split.read_each(indices, prepare, replace=self.plan.training)
             shown, unreadable = read.indices, read.unreadable
@@ -142,8 +137,7 @@ class DaliLoader(Loader):
         try:
             (output,) = pipeline.run()
         except RuntimeError as error:
-            lines = [line.strip() for line in str(error).splitlines() if "rror" in line or "ail" in line]
-            raise DaliFailure(lines[-1] if lines else str(error)) from None
+            raise DaliFailure(" ".join(str(error).split())) from None
         dense = output.as_tensor()
         images = torch.empty(dense.shape(), dtype=torch.float32, device=self.device)
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -178,10 +172,9 @@ class DaliLoader(Loader):
         try:
             pipeline.build()
         except RuntimeError as error:  # a driver older than DALI's CUDA, or an unknown device
-            raise ConfigError(
-                f"data_loader dali: NVIDIA DALI does not start here: {' '.join(str(error).split())}\n"
-                "install DALI for this driver's CUDA, or use --set data_loader=device"
-            ) from None
+            reason = " ".join(str(error).split())
+            remedy = "install DALI for this driver's CUDA, or use --set data_loader=device"
+            raise ConfigError(f"data_loader dali: NVIDIA DALI does not start here: {reason}\n{remedy}") from None
         return pipeline
 
     def _decode(self, inputs: dict[str, Any], gpu: bool) -> Any:
@@ -228,6 +221,7 @@ def encode_for_dali(content: bytes, *, pass_jpeg: bool) -> tuple[np.ndarray, int
     with Image.open(io.BytesIO(content)) as header:
         size = header.size
         is_whole_jpeg = header.format == "JPEG" and header.mode in ("L", "RGB") and content.endswith(END_OF_JPEG)
+        is_whole_jpeg &= max(size) <= MOST_ELONGATED * min(size)
     if not (pass_jpeg and is_whole_jpeg):
         image = decode_image(content)
         size = image.size
