@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.shared.command_line import new_parser, path_argument
-from tools.shared.output import check_writable, print_table, say, write_json
+from tools.shared.output import check_writable, print_table, write_json
 from tools.shared.read_runs import read_records
 from tools.shared.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
 from utils.errors import DataError, exit_in_a_line
@@ -141,16 +141,16 @@ def show(results: Row) -> None:
     """Print the figures."""
     for note in results["notes"]:
         print(note, file=sys.stderr)
-    say(results["network"])
-    say(f"{results['images']:,} images: {results['data']}")
+    print(results["network"])
+    print(f"{results['images']:,} images: {results['data']}")
     if unreadable := results["unreadable"]:
-        say(f"{len(unreadable)} files cannot be read and are skipped, the first {min(unreadable)}")
+        print(f"{len(unreadable)} files cannot be read and are skipped, the first {min(unreadable)}")
     names = [name for name in ("acc1", f"acc{TOP}", "loss", "calibration_error") if name in results]
-    say("\n".join(f"{name:17}  {results[name]!r}" for name in names))
+    print("\n".join(f"{name:17}  {results[name]!r}" for name in names))
     if record := results["recorded"]:
         equal = all(results[name] == value for name, value in record.items())
         words = "equal to the last digit" if equal else ", ".join(f"{name} {value!r}" for name, value in record.items())
-        say(f"as recorded in training: {words}" if equal else f"training recorded {words}")
+        print(f"as recorded in training: {words}" if equal else f"training recorded {words}")
     classes, bins = results["classes"], [part for part in results["bins"] if part["images"]]
     print_table(
         f"Classes, worst first{f': {SHOWN_CLASSES} of {len(classes)}' if len(classes) > SHOWN_CLASSES else ''}",

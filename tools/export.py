@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.shared.command_line import new_parser, path_argument
-from tools.shared.output import make_folder, say
+from tools.shared.output import make_folder
 from tools.shared.trained import add_saved_buffers, load_classifier, open_trained
 from utils.errors import CheckpointError, ExpectedError, exit_in_a_line
 from utils.user_code import user_code_errors
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not (best := options.run / "checkpoints" / "best.pt").is_file():
         raise CheckpointError(f"{options.run}: has no checkpoints/best.pt; give a run's folder, such as expts/NAME")
-    say("\n".join(export(best, options.out or options.run / "export")))
+    print("\n".join(export(best, options.out or options.run / "export")))
     return 0
 
 

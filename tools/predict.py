@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.shared.command_line import add_count, new_parser, path_argument
-from tools.shared.output import make_folder, printable, say, write_file
+from tools.shared.output import make_folder, printable, write_file
 from tools.shared.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
 from utils.errors import DataError, exit_in_a_line
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         world.main_only(lambda: make_folder(options.out))
         predictions, lines = predict(trained, options.images, world)
         if world.is_main:
-            say("\n".join(lines + write(options.out, trained, predictions, options.pictures)))
+            print("\n".join(lines + write(options.out, trained, predictions, options.pictures)))
 
     return run_trained(options, action, {"limit_valid_batches": None})  # classify every image
 

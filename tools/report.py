@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.shared.command_line import new_parser, path_argument
-from tools.shared.output import make_folder, printable, say, write_file
+from tools.shared.output import make_folder, printable, write_file
 from tools.shared.pages.png_plots import COLOURS
 from tools.shared.read_runs import Run, differences, read
 from utils.base_config import as_yaml
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_file(options.out / "report.html", page.encode())
     for problem in problems:
         print(printable(problem), file=sys.stderr)
-    say(f"{options.out / 'report.html'}: {title}, {len(page) / 1e6:.1f} MB")
+    print(f"{options.out / 'report.html'}: {title}, {len(page) / 1e6:.1f} MB")
     return 0
 
 

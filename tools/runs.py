@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.shared.command_line import new_parser, path_argument
-from tools.shared.output import print_table, say
+from tools.shared.output import print_table
 from tools.shared.read_runs import Run, differences, read
 from utils.errors import DataError, exit_in_a_line
 from utils.timing.clock import ACTIVITIES
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise DataError(f"--diff: {', '.join(map(str, options.diff))} hold {len(runs)} runs; name two")
     show_differences(runs) if options.diff else show_runs(runs)
     for problem in problems:
-        say(problem)
+        print(problem)
     return 0
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.shared.command_line import new_parser, path_argument
-from tools.shared.output import check_writable, printable, say
+from tools.shared.output import check_writable, printable
 from tools.shared.pages.png_plots import COLOURS, new_figure, save
 from utils.errors import ConfigError, exit_in_a_line
 from utils.timing import trace
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_writable("--out", options.out)
     timelines = [read_timeline(path) for path in options.traces]
     draw(timelines, options.out)
-    say("\n".join([*(timeline.title for timeline in timelines), f"picture: {options.out}"]))
+    print("\n".join([*(timeline.title for timeline in timelines), f"picture: {options.out}"]))
     return 0
 
 

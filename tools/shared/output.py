@@ -26,12 +26,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_row(*row)
     with console.capture() as capture:
         console.print(table)
-    say(capture.get().removesuffix("\n"))
-
-
-def say(text: str) -> None:
-    """Print text that the terminal's encoding may lack characters for."""
-    print(printable(text, sys.stdout.encoding or "utf-8"), flush=True)
+    print(capture.get().removesuffix("\n"))
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
