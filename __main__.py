@@ -32,6 +32,13 @@ COMMANDS = {
 }
 
 
+def list_commands() -> int:
+    width = max(map(len, COMMANDS))
+    print("usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n")
+    print("\n".join(f"  {command:{width}}  {what}" for command, (_, what) in COMMANDS.items()))
+    return 0
+
+
 def main() -> int:
     """Run the module of the command named by the first argument; returns the exit status."""
     # As with `python train.py`, no file of the working directory shadows a library or a module of this program.
@@ -40,10 +47,7 @@ def main() -> int:
     if name in ("-h", "--help"):
         from utils.errors import exit_in_a_line
 
-        width = max(map(len, COMMANDS))
-        lines = [f"  {command:{width}}  {what}\n" for command, (_, what) in COMMANDS.items()]
-        usage = "usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n\n"
-        return exit_in_a_line(lambda: sys.stdout.write(usage + "".join(lines)) and 0)()
+        return exit_in_a_line(list_commands)()
     if name == "--version":
         sys.argv.insert(1, name := "train")
     if name not in COMMANDS:

@@ -46,7 +46,7 @@ from utils.data.transforms.mix import BatchMix
 from utils.distributed.ddp import WARNINGS
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World, pin_near_gpu
-from utils.errors import ExpectedError, Stopped, complete_output
+from utils.errors import ExpectedError, Stopped, exit_in_a_line
 from utils.run.checkpoint.io import save_checkpoint
 from utils.run.checkpoint.pretrained import Pretrained, read_pretrained
 from utils.run.checkpoint.state import Progress, RunState
@@ -368,21 +368,20 @@ class Trainer:
         return self.learner.profiler.capture(self.folder if self.world.is_main else None, self.log.say)
 
 
+@exit_in_a_line
 def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, clock: Clock | None = None) -> int:
     """Train, or with --dry-run only describe, as one of the ranks; returns the exit status.
 
     `when_saved` is called when training has finished, or has stopped on request, and everything is saved.
     `clock` is the clock of this process."""
-    config = arguments.config
+    config, descriptions = arguments.config, list[str]()
 
     def run(world: World) -> None:
         fetch = not arguments.dry_run
         trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume, clock, fetch)
         if arguments.dry_run:
             description = trainer.describe()  # on every rank, since a forward pass may contain collectives
-            if world.is_main:
-                with complete_output():
-                    print(description)
+            descriptions.extend([description] if world.is_main else [])
             return
         try:
             trainer.train()
@@ -391,7 +390,10 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
             raise
         when_saved()
 
-    return run_ranks(run, config.device, config.rank_timeout_seconds, folder=arguments.run_dir)
+    status = run_ranks(run, config.device, config.rank_timeout_seconds, folder=arguments.run_dir)
+    for description in descriptions:
+        print(description)
+    return status
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ def test_a_row_of_hparams_has_four_settings_and_the_other_changes_from_default_a
 
 
 def test_hparams_have_a_row_with_these_columns_and_the_results(run):
-    """In the columns that TensorBoard's server sends to its page, which shows the first five of each list."""
     from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
     from tensorboard.context import RequestContext
@@ -120,11 +119,6 @@ def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
             assert found[:units] == points[tag][:units], (name, tag)
             assert [step for step, _ in found] == list(range(1, (units if kept else last) + 1)), (name, tag)
         assert len(events.Scalars("by_second/acc1_valid")) == (1 if kept else 3)
-
-
-def test_without_tensorboard_there_is_no_folder(tiny, one_rank, tmp_path):
-    Trainer(tiny(max_epochs=1), one_rank, tmp_path / "run", "tiny", "auto").train()
-    assert not (tmp_path / "run/tb_logs").exists()
 
 
 @pytest.mark.parametrize("name", ["a|b", "*e*", "_f_", "<b>g", "`h`", "[i](j)", "a\nb"])

@@ -46,7 +46,8 @@ def test_arguments_without_and_with_every_option():
 def test_a_home_folder_is_expanded_wherever_a_path_is_given(tmp_path, monkeypatch):
     """A shell expands ~ neither after = nor in a file. A folder named ~ invites to rm -rf ~."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "own.yaml").write_text("mine:\n  data_path: ~/data\n  limits_report: ~/l.json\n")
+    (tmp_path / "own.yaml").write_text("mine:\n  extends: ~/base.yaml#b\n  data_path: ~/data\n")
+    (tmp_path / "base.yaml").write_text("b:\n  limits_report: ~/l.json\n")
     what = ["--yaml_config=~/own.yaml", "--config=mine", "--run-dir=~/runs/a", "--resume=~", "--set=pretrained=~/w.pt"]
     arguments = parse_arguments(what)
     assert (arguments.run_dir, arguments.resume) == (tmp_path / "runs/a", str(tmp_path))

@@ -37,6 +37,7 @@ ANSWERS = {
     "--list-configs": [PYTHON, "train.py", "--list-configs"],
     "--help": [PYTHON, "train.py", "--help"],
     "the commands": [PYTHON, "__main__.py"],
+    "a dry run": [PYTHON, "train.py", "--dry-run", *as_options(TINY)],
 }
 
 
@@ -50,7 +51,13 @@ def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if
             (full, 1, "error: standard output: No space left on device\n"),
         ):
             ended = subprocess.run(
-                ANSWERS[answer], cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, check=False
+                ANSWERS[answer],
+                cwd=ROOT,
+                env=without_launcher(os.environ),
+                stdout=output,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
             )
             assert (ended.returncode, ended.stderr) == (status, message)
     os.close(writer)

@@ -108,7 +108,7 @@ def complete_output() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            getattr(sys.stdout, "flush", bool)()
     except OSError as error:
         if error.filename is not None or not _is_lost(sys.stdout):
             raise

@@ -19,7 +19,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
     table = Table(title=title, title_justify="left")
     # print names such as [red] or :smile: unchanged
-    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, markup=False, emoji=False)
+    console = Console(width=None if getattr(sys.stdout, "isatty", bool)() else FILE_WIDTH, markup=False, emoji=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     for row in rows:

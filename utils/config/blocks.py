@@ -106,7 +106,7 @@ def _extended(path: Path, text: Any, origin: str, chain: tuple[tuple[Path, str],
     if not file or not name:
         what = f"{origin}: extends is {shown(text)}"
         raise ConfigError(f"{what}; expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt")
-    other = find_file(Path(file), path.parent)
+    other = find_file(Path(file).expanduser(), path.parent)
     if not other.is_file():
         what = f"{origin}: extends {shown(text)}: no such file"
         raise ConfigError(f"{what}; expected one in {path.parent.resolve()} or next to the code")
