@@ -22,11 +22,6 @@ def from_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def run_train(*arguments, python=()):
-    command = [sys.executable, *python, "train.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
 # ---- output
 
 
@@ -63,7 +58,8 @@ def test_a_home_folder_is_expanded_wherever_a_path_is_given(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("option", ["--help", "--list-configs", "--print-config", "--explain"])
 def test_questions_are_answered_without_torch(option):
-    answer = run_train(option, python=("-X", "importtime"))
+    command = [sys.executable, "-X", "importtime", "train.py", option]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
     imported = re.findall(r"\| +([\w.]+)$", answer.stderr, re.MULTILINE)
     assert answer.returncode == 0
     assert "utils.config.command_line" in imported
@@ -114,6 +110,7 @@ def test_keys_are_explained(capsys):
 
 
 def test_every_key_is_listed_and_used_where_explain_says(capsys):
+    assert not set(OTHER_NAMES) & set(Config.model_fields) and set(OTHER_NAMES.values()) <= set(Config.model_fields)
     listed = answered(capsys, "--explain")
     assert all(re.search(rf"\b{key}\b", listed) for key in Config.model_fields)
     entries = answered(capsys, "--explain", *Config.model_fields).split("\n\n")
@@ -126,11 +123,6 @@ def test_every_key_is_listed_and_used_where_explain_says(capsys):
             only_declared.append(key)
     # the first is read as limit_{train,valid}_batches, the other by peak_lr next to their declaration
     assert only_declared == ["limit_train_batches", "lr_scale_rule"]
-
-
-def test_other_programs_names_are_not_keys_but_map_to_keys():
-    assert not set(OTHER_NAMES) & set(Config.model_fields)
-    assert set(OTHER_NAMES.values()) <= set(Config.model_fields)
 
 
 # The shape of the SC20 tutorial's file: a `default` without this project's own keys, YAML 1.1's tags and words.
@@ -186,13 +178,6 @@ ERRORS = [
 def test_bad_usage_is_an_error_of_one_line(arguments, message, refused):
     # the last --config wins: a block with a warm-up unless the case names another
     assert refused("--config=bs2048-warmup-opt", *arguments).startswith("error: " + message)
-
-
-def test_train_reports_a_wrong_setting_without_a_traceback():
-    process = run_train("--config=bs2048-warmup-opt", "--set", "width=2")
-    assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr.startswith("error: --set width=2: width 2 is for resnet8, ")
-    assert process.stderr.count("\n") == 1
 
 
 def answered(capsys, *arguments):
