@@ -33,26 +33,33 @@ COMMANDS = {
 
 
 def list_commands() -> int:
+    """Print the commands; return the status, as utils.errors has it, which is slower to import."""
     width = max(map(len, COMMANDS))
-    print("usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n")
-    print("\n".join(f"  {command:{width}}  {what}" for command, (_, what) in COMMANDS.items()))
+    lines = ["usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)", ""]
+    lines += [f"  {command:{width}}  {what}" for command, (_, what) in COMMANDS.items()]
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 141
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 
 def main() -> int:
     """Run the module of the command named by the first argument; returns the exit status."""
-    # As with `python train.py`, no file of the working directory shadows a library or a module of this program.
-    sys.path[:] = [str(CODE), *(path for path in sys.path if path not in ("", os.getcwd()))]
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        from utils.errors import exit_in_a_line
-
-        return exit_in_a_line(list_commands)()
+        return list_commands()
     if name == "--version":
         sys.argv.insert(1, name := "train")
     if name not in COMMANDS:
         print(f"error: no such command: {name}; expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    # As with `python train.py`, no file of the working directory shadows a library or a module of this program.
+    sys.path[:] = [str(CODE), *(path for path in sys.path if path not in ("", os.getcwd()))]
     del sys.argv[1]
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
     return 0

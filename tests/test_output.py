@@ -97,6 +97,26 @@ def test_characters_that_cannot_be_encoded_are_escaped():
     assert latin.buffer.getvalue() == b"\\u041a\\u043e\\u0442\n"
 
 
+OWN_DATA = """
+import numpy as np
+def load(data_path):
+    images, labels = np.arange(64 * 3 * 1024).reshape(64, 3, 32, 32).astype(np.uint8), np.arange(64) % 2
+    return {"train": (images, labels), "valid": (images, labels), "class_names": ["кот", "é|собака"]}
+"""
+
+
+def test_names_of_classes_that_the_locale_lacks_are_kept(tmp_path):
+    (tmp_path / "own_data.py").write_text(OWN_DATA, encoding="utf-8")
+    options = as_options(TINY | {"dataset": "own_data:load", "num_classes": 2, "limit_train_batches": 1})
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(tmp_path)}
+    words = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path / 'run'}", *options]
+    environment = without_launcher(os.environ) | locale
+    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (end,) = read_records(tmp_path / "run", "end")
+    assert {row["class"] for row in end["worst_classes"]} == {"кот", "é|собака"}
+
+
 def test_a_screen_that_has_only_write_and_a_name_that_is_no_text_are_logged_to(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append))
