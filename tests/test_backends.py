@@ -1,9 +1,6 @@
 """Process-wide switches: the note of `deterministic`, and that its runs are bitwise equal."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,20 +11,19 @@ from models import build_model
 from models.resnet import LOGIT_SCALE
 from tools.shared.interrupted_runs import compare
 from train import Trainer
-from utils.config import Config
 from utils.distributed.world import World
 from utils.training.kernels.process import prepare_backends
 
 
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def _as_before():
     """Restore PyTorch's defaults."""
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
 
 
-def test_deterministic_logs_what_it_does_and_costs(tiny: Callable[..., Config]) -> None:
+def test_deterministic_logs_what_it_does_and_costs(tiny):
     device = torch.device("cuda", 0)
     assert not any("deterministic" in note for note in prepare_backends(tiny(), device))
     (plain,) = prepare_backends(tiny(deterministic=True), device)
@@ -43,13 +39,11 @@ def test_deterministic_logs_what_it_does_and_costs(tiny: Callable[..., Config]) 
 class Operations(TorchDispatchMode):
     """Collects the names of operations, forward and backward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: set[str] = set()
+        self.names = set()
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.names.add(function.overloadpacket.__name__)
         return function(*args, **(kwargs or {}))
 
@@ -62,9 +56,7 @@ class Operations(TorchDispatchMode):
         *((model, "imagenet", False) for model in ("alexnet", "vgg16", "vgg16_bn")),
     ],
 )
-def test_small_networks_and_resnets_have_deterministic_kernels_on_cuda(
-    tiny: Callable[..., Config], model: str, stem: str, works: bool
-) -> None:
+def test_small_networks_and_resnets_have_deterministic_kernels_on_cuda(tiny, model, stem, works):
     """`torch.use_deterministic_algorithms` documents two operations without."""
     config = tiny(model=model, stem=stem, deterministic=True)
     with torch.device("meta"):
@@ -75,10 +67,10 @@ def test_small_networks_and_resnets_have_deterministic_kernels_on_cuda(
     assert "convolution_backward" in operations.names and refused.isdisjoint(operations.names) is works
 
 
-def test_resnet9_pools_like_pytorchs_layer(tiny: Callable[..., Config]) -> None:
+def test_resnet9_pools_like_pytorchs_layer(tiny):
     """The same values and, after a ReLU, gradients: equal maxima other than 0 are unlikely."""
     model = build_model(tiny(model="resnet9"))
-    kept: list[torch.Tensor] = []
+    kept = []
     model.layer3.register_forward_hook(lambda _module, _inputs, output: kept.append(output))
     images = torch.randn(8, 3, 32, 32)
     model(images).square().sum().backward()
@@ -94,9 +86,7 @@ def test_resnet9_pools_like_pytorchs_layer(tiny: Callable[..., Config]) -> None:
     ("device", "model"),
     [("cpu", "resnet8"), *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in ("resnet8", "resnet9"))],
 )
-def test_deterministic_runs_are_bitwise_equal(
-    tiny: Callable[..., Config], tmp_path: Path, device: str, model: str
-) -> None:
+def test_deterministic_runs_are_bitwise_equal(tiny, tmp_path, device, model):
     """Two equal runs, and one resumed in the first epoch."""
     world = World(rank=0, local_rank=0, world_size=1, device=torch.device(device))
     changes = {"enable_amp": True, "ema_decay": 0.9, "mixup_alpha": 0.2, "device": device, "model": model}

@@ -1,7 +1,6 @@
 """BatchNorm's batch counters: incremented together, with the same result as layer by layer."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,11 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from train import Trainer
-from utils.config import Config
 from utils.training.averages import RunningStatistics
 from utils.training.kernels.batch_norm import COUNTER, defer_batch_counters
-
-Tiny = Callable[..., Config]
 
 
 class MixedNetwork(nn.Module):

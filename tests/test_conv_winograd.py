@@ -8,7 +8,6 @@ from torch import nn
 
 from models import build_model
 from utils.errors import ConfigError
-from utils.training.classifier import build_classifier
 from utils.training.kernels import use, winograd
 from utils.training.kernels.build import build, missing_compiler
 from utils.training.kernels.use import use_kernels
@@ -170,18 +169,6 @@ def test_unsupported_tensors_use_pytorch():
         assert torch.equal(layer(images), plain(images))
     assert torch.equal(layer.double()(images.double()), plain.double()(images.double()))
     assert layer.to("meta")(torch.empty(2, 32, 6, 6, dtype=torch.float64, device="meta")).shape == (2, 48, 6, 6)
-
-
-def test_a_checkpoint_is_evaluated_equally_with_and_without_it(tiny, one_rank, monkeypatch):
-    monkeypatch.setattr(winograd, "MIN_CHANNEL_PAIRS", 1)
-    images = random(4, 3, 32, 32, seed=0)
-    configs = [tiny(ema_decay=0.9, **ON), tiny(ema_decay=0.9, enable_nhwc=True)]
-    first, second = (build_classifier(config, build_model, one_rank) for config in configs)
-    assert kinds(first.ema.network)["WinogradConv2d"] and not kinds(second.validated)["WinogradConv2d"]
-    second.load_network({"model": first.weights.state_dict(), "average": first.ema.state_dict()})
-    for one in (first, second):
-        one.validated.eval()
-    torch.testing.assert_close(first.predict(images), second.predict(images), rtol=1e-3, atol=1e-4)
 
 
 def kinds(model):

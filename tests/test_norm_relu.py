@@ -172,51 +172,39 @@ class Doubled(nn.Sequential):
         return super().forward(2 * x)
 
 
-def one_by_one(x, block):
-    convolution, norm, activation = block
-    return block(activation(norm(convolution(x)) + x))
+def whole(x, block):
+    return block(x)
 
 
-def pooled(x, block):
-    convolution, pool = block
-    return block(pool(convolution(x) + x))
-
-
-def layers(channels=32, activation=nn.ReLU):
-    return nn.Conv2d(32, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), activation(inplace=True)
-
-
-def observed(place, change):
-    """Return a block in which `change`, a hook, sees the outputs of one layer."""
-    block = nn.Sequential(*layers())
-    block[place].register_forward_hook(change)
+def make_block(*others, hooked=None, kind=nn.Sequential):
+    """Return convolution, BatchNorm, ReLU, or `others` after the convolution; a hook changes the layer `hooked`."""
+    block = kind(nn.Conv2d(32, 32, 3, padding=1, bias=False), *(others or (nn.BatchNorm2d(32), nn.ReLU(inplace=True))))
+    if hooked is not None:
+        block[hooked].register_forward_hook(lambda _layer, _inputs, out: out - 1)
     return block
 
 
-def replaced():
-    block = nn.Sequential(*layers())
+def with_own_forward():
+    block = make_block()
     block[1].forward = torch.sin
     return block
 
 
-def sharing():
-    """Return two blocks with the same BatchNorm, before ReLU and before SiLU."""
-    first, norm, activation = layers()
-    return nn.Sequential(first, norm, activation), nn.Sequential(norm, nn.SiLU())
+NORM = nn.BatchNorm2d(32)  # in two blocks
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     "network",
     [
-        Calls(one_by_one, nn.Sequential(*layers())),
-        Calls(pooled, nn.Sequential(layers()[0], nn.MaxPool2d(2))),
-        Calls(lambda x, block: block[:2](x) + block(x), nn.Sequential(*layers())),
-        Calls(lambda x, block: block(x), Doubled(*layers())),
-        Calls(lambda x, block: block(x), observed(1, lambda _layer, _inputs, out: out - 1)),
-        Calls(lambda x, block: block(x), observed(2, lambda _layer, _inputs, out: out - 1)),
-        Calls(lambda x, block: block(x), replaced()),
-        Calls(lambda x, first, second: second(first(first(x))), *sharing()),
+        Calls(lambda x, block: block(block[2](block[1](block[0](x)) + x)), make_block()),
+        Calls(lambda x, block: block(block[1](block[0](x) + x)), make_block(nn.MaxPool2d(2))),
+        Calls(lambda x, block: block[:2](x) + block(x), make_block()),
+        Calls(whole, make_block(kind=Doubled)),
+        Calls(whole, make_block(hooked=1)),
+        Calls(whole, make_block(hooked=2)),
+        Calls(whole, with_own_forward()),
+        Calls(lambda x, one, other: other(one(one(x))), make_block(NORM, nn.ReLU()), make_block(NORM, nn.SiLU())),
         Calls(lambda x, block: block(block.relu(block.bn1(block.conv1(x)) + x)), BasicBlock(32, 32)),
         Calls(lambda x, net: net(x[:, :3]).sum() + net.relu(net.bn1(net.conv1(x[:, :3])) + 1), resnet18()),
     ],
@@ -277,16 +265,6 @@ def test_auto_fuses_eager_steps_over_nhwc_on_a_cpu(tiny, monkeypatch):
     monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
     with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
         is_fused(torch.device("cuda", 0), fuse_norm_relu=True, enable_compile="auto")
-
-
-def test_a_missing_compiler_is_an_error_that_names_it(tiny, monkeypatch):
-    """With auto a note."""
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(fusion, "build", fusion.build.__wrapped__)  # another test may have built the kernels
-    with pytest.raises(ConfigError, match=r"fuse_norm_relu needs .*no-such-compiler is not found"):
-        use_kernels(tiny(**ON), build_model(tiny()), FLOAT32, CPU)
-    [note] = use_kernels(tiny(**ON | {"fuse_norm_relu": "auto"}), build_model(tiny()), FLOAT32, CPU)
-    assert note.startswith("skipped: fuse_norm_relu needs")
 
 
 def test_a_failing_compiler_is_a_one_line_error(tmp_path):
