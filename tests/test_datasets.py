@@ -1,20 +1,31 @@
 """CIFAR in the official binary version and in torchvision's, and the synthetic shapes."""
 
 import hashlib
+import os
 import re
+import shutil
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import utils.data.build
-from tests.conftest import CIFAR100, change_byte
+from tests.conftest import CIFAR100, change_byte, tiny_config
 from tests.tiny_cifar import RECORDS_PER_FILE, make_tiny_cifar, serve
+from tests.tiny_shards import write_image
+from tools import prepare_data
+from train import Trainer
 from utils.config import load_config
+from utils.data.datasets import dataset as datasets
+from utils.data.datasets import folders
 from utils.data.datasets.cifar import VERSIONS
 from utils.data.datasets.dataset import Dataset, channel_statistics, load_dataset, match_classes
-from utils.errors import DataError
+from utils.data.sampling import EpochPlan
+from utils.data.transforms.augment import Normalise
+from utils.distributed.world import World
+from utils.errors import CheckpointError, DataError
 
 NAMES = ("cifar10", "cifar100")
 
@@ -210,3 +221,110 @@ def test_classes_are_matched_by_name():
 def test_other_and_doubled_class_names_are_refused(found, known, message):
     with pytest.raises(DataError, match=message):
         match_classes("data", found, known, "rename")
+
+
+# ---- statistics, memory maps, samples of the validation images
+
+
+def test_statistics_are_exact_in_parts_and_a_constant_channel_has_deviation_1(monkeypatch):
+    images = np.random.default_rng(0).integers(0, 256, (50, 3, 9, 7), np.uint8)
+    images[:, 1] = 128
+    images[0, 1, 0, 0] = 129
+    monkeypatch.setattr(datasets, "LARGEST_PART", 1000)
+    mean, std = channel_statistics(images)
+    np.testing.assert_allclose(mean, images.mean((0, 2, 3)) / 255, rtol=1e-12)
+    np.testing.assert_allclose(std, [images[:, 0].std() / 255, 1, images[:, 2].std() / 255], rtol=1e-12)
+
+
+@pytest.mark.parametrize("loader", ["device", "torchvision"])
+def test_a_memory_map_whose_file_was_cut_is_named(loader, tmp_path):
+    np.save(tmp_path / "images.npy", np.zeros((100, 3, 8, 8), np.uint8))
+    images = np.load(tmp_path / "images.npy", mmap_mode="r")[10:]
+    split = datasets.ImageArrays(images, np.zeros(90, np.int64))
+    config = load_config(CIFAR100, "default", [f"data_loader={loader}", "num_data_workers=0", "device=cpu"])
+    normalise = Normalise((0, 0, 0), (1, 1, 1), torch.device("cpu"), torch.contiguous_format)
+    built = utils.data.build.BUILDERS[loader](config, split, EpochPlan(90, 30, 0, 1, training=False), normalise)
+    assert len(list(built)) == 3
+    os.truncate(tmp_path / "images.npy", 9000)
+    with pytest.raises(DataError, match=r"images.npy: has become shorter: 9000 bytes, expected 19328; restore it"):
+        list(built)
+
+
+@pytest.mark.parametrize("labels", [np.arange(1000) // 100, np.arange(1000) % 10, np.arange(1000) // 2])
+def test_a_limited_validation_sees_every_class_alike(labels):
+    """Also if the classes are sorted, in turn, or more than the images."""
+    seen = []
+    for rank in range(2):
+        config = tiny_config(valid_batch_size_per_gpu=10, limit_valid_batches=5)
+        plan = utils.data.build._plan_epochs(config, labels, World(rank, rank, 2, torch.device("cpu")), training=False)
+        assert [len(batch) for batch in plan.batches(0)] == [10] * 5 and len(plan) == 5
+        seen += np.concatenate(plan.batches(0)).tolist()
+    counts = np.bincount(labels[seen], minlength=labels.max() + 1)
+    assert len(set(seen)) == 100 and counts.max() - counts.min() <= 1
+
+
+# ---- other data
+
+
+def write_bmps(folder):
+    """Two classes of the same names and sizes."""
+    for split in ("train", "val"):
+        for label, name in enumerate(("ant", "bee")):
+            for number in range(4):
+                write_image(folder / split / name / f"{number}.bmp", 10 * label + number, 16, 16)
+
+
+def swap(one, other):
+    one.rename(one.with_name("aside"))
+    other.rename(one)
+    one.with_name("aside").rename(other)
+
+
+CHANGES = {
+    "classes swapped": lambda folder: swap(folder / "train/ant", folder / "train/bee"),
+    "two images swapped": lambda folder: swap(folder / "train/ant/1.bmp", folder / "train/bee/2.bmp"),
+    "renamed": lambda folder: (folder / "train/ant/0.bmp").rename(folder / "train/ant/9.bmp"),
+    "val halved": lambda folder: [(folder / "val" / name / "3.bmp").unlink() for name in ("ant", "bee")],
+    "rewritten": lambda folder: write_image(folder / "val/ant/0.bmp", 99, 17, 16),
+}
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_does_not_resume_with_other_data(change, shards, one_rank, tmp_path):
+    folder = tmp_path / "data"
+    write_bmps(folder)
+
+    def train():
+        path = folder
+        if shards:
+            path = tmp_path / "shards"
+            shutil.rmtree(path, ignore_errors=True)
+            assert prepare_data.main([f"--shards={path}", f"--from={folder}"]) == 0
+        config = tiny_config(dataset="imagefolder", data_path=str(path), num_classes=2, image_size=16, batch_size=4)
+        Trainer(config, one_rank, tmp_path / "run").train()
+
+    train()
+    train()
+    CHANGES[change](folder)
+    if shards and change == "renamed":
+        (folder / "train/ant/9.bmp").rename(folder / "train/ant/99.bmp")  # the order and the bytes decide
+    with pytest.raises(CheckpointError, match="was trained on other data"):
+        train()
+
+
+def test_a_run_resumes_with_its_own_statistics(one_rank, tmp_path, monkeypatch):
+    """As with another version of Pillow."""
+    write_bmps(tmp_path / "data")
+    keys = {"dataset": "imagefolder", "data_path": str(tmp_path / "data"), "num_classes": 2, "batch_size": 4}
+    trainer = Trainer(tiny_config(**keys, image_size=16, max_epochs=1), one_rank, tmp_path / "run")
+    trainer.train()
+    monkeypatch.setattr(folders, "channel_statistics", lambda images: ((0.1,) * 3, (0.2,) * 3))
+    again = Trainer(
+        tiny_config(**keys, image_size=16, max_epochs=2), one_rank, tmp_path / "run", resume=f"{tmp_path}/run"
+    )
+    again.train()
+    for name in ("mean", "std"):
+        assert again.data[name] == trainer.data[name]
+        assert {getattr(loader.normalise, name) for loader in again.loaders.every()} == {trainer.data[name]}
+    assert "Normalising with the checkpoint's" in (tmp_path / "run/train.log").read_text()

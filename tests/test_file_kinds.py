@@ -16,6 +16,7 @@ from torchvision.datasets.folder import pil_loader
 
 from tests.test_folders import DALI
 from utils.data.build import build_loaders, open_dataset
+from utils.data.datasets.image_files import decode_image
 
 SIZE = 32
 LEVELS_OF_DALI = 2  # of 255, maximum difference of a JPEG from PIL; seen on a CPU: 0
@@ -129,6 +130,13 @@ KINDS: dict[str, list[tuple[str | bytes, bytes | Callable[[bytes], object], str]
         ("deep-rgb.png", deep_png(3), READ),
         ("deep.pgm", b"P5 %d %d 65535\n" % (SIZE, SIZE) + (np.arange(SIZE**2) * 64).astype(">u2").tobytes(), READ),
     ],
+    "other depths, signed numbers: TIFF of floats, 32 bits, signed 16 bits": [
+        ("float.tif", encode("TIFF", picture().convert("F")), UNREADABLE),
+        ("int32.tif", encode("TIFF", picture().convert("I")), UNREADABLE),
+        ("int16.tif", encode("TIFF", picture().convert("L").convert("I;16"), tiffinfo={339: 2}), UNREADABLE),
+        ("float.ppm", b"Pf 4 4 -1.0\n" + np.ones(16, np.float32).tobytes(), UNREADABLE),
+        ("uint16.tif", encode("TIFF", picture().convert("L").convert("I;16")), READ),
+    ],
     "animated: GIF named .png, WebP, APNG: the first frame": [
         ("gif.png", animated("GIF"), READ),
         ("animated.webp", animated("WEBP", lossless=True), READ),
@@ -212,3 +220,12 @@ def test_every_kind_of_file(loader, tiny, kinds, one_rank):
         path = kinds / "val" / f"{label:03}" / (os.fsdecode(name) if outcome == READ else "good.png")
         pixels = expected_pixels(path.read_bytes(), path).transpose(2, 0, 1)
         np.testing.assert_allclose(image * std + mean, pixels / 255, atol=tolerance, err_msg=f"{kind}: {name!r}")
+
+
+def test_of_an_elongated_image_the_centre_is_read():
+    """20,000 pixels in a row would be resized to 5 million in 256 rows."""
+    strip = Image.new("RGB", (20_000, 1))
+    strip.paste((255, 0, 0), (9_000, 0, 11_000, 1))
+    assert (np.asarray(decode_image(encode("PNG", strip))) == (255, 0, 0)).all()
+    assert decode_image(encode("PNG", strip.rotate(90, expand=True))).size == (1, 16)
+    assert decode_image(encode("PNG", strip.crop((0, 0, 16, 1)))).size == (16, 1)

@@ -136,7 +136,36 @@ def test_shards_that_cannot_be_indexed_are_named(damage, copied, capsys):
     assert (copied / INDEX_FILE).read_bytes() == before
 
 
-@pytest.mark.parametrize("content", ["no JSON", '{"ant": 0}', '["ant", "bee"]', '["ant", "bee", 3]'])
+def test_members_that_are_not_used_are_counted_and_named(copied, capsys):
+    def rename(rows):
+        rows[0][0].name, rows[1][0].name, rows[2][0].name = "2.0_a.jpg", "2.0_a.cls", "note.txt"
+        rows[3][0].name, rows[3][0].type = "folder", tarfile.DIRTYPE
+
+    rewrite(copied / "train/shard-000002.tar", rename)
+    assert prepare_data.main([f"--shards={copied}"]) == 0
+    printed = capsys.readouterr().out
+    assert "22 and 15 images" in printed and "3 members not used, such as shard-000002.tar:2.0_a.jpg (a key" in printed
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_class_without_training_images_is_refused(split, copied, capsys):
+    """Labels from 1, as MATLAB has them, and a class in val/ only."""
+
+    def shift(rows):
+        rows[:] = [(info, b"%d" % (int(data) + 1) if info.name.endswith(".cls") else data) for info, data in rows]
+
+    (copied / "classes.json").unlink()
+    for path in (copied / split).glob("*.tar"):
+        rewrite(path, shift)
+    assert prepare_data.main([f"--shards={copied}"]) == 3
+    missing = {"train": 0, "val": 3}[split]
+    assert f"no training image has label {missing}, class '{missing}'; expected labels 0, 1" in capsys.readouterr().err
+
+
+NAMES = ["no JSON", '{"ant": 0}', '["ant", "bee"]', '["ant", "bee", 3]', '["ant", "bee", "ant"]']
+
+
+@pytest.mark.parametrize("content", NAMES)
 def test_unusable_class_names_are_refused(content, copied, capsys):
     (copied / "classes.json").write_text(content)
     assert prepare_data.main([f"--shards={copied}"]) == 3

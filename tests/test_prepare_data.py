@@ -110,7 +110,7 @@ def test_a_damaged_folder_is_not_replaced(tiny100, archive, tmp_path, capsys):
 
 def test_interruption_leaves_nothing(tiny100, archive, tmp_path, monkeypatch, capsys):
     def interrupt(source, target, *_):
-        (target / "cifar-100-python").mkdir()
+        (Path(target) / "cifar-100-python").mkdir()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

@@ -17,6 +17,7 @@ from tests.tiny_shards import CLASSES, IMAGENET, SETTINGS
 from tools import prepare_data
 from train import main
 from utils.config.command_line import Arguments
+from utils.data import loader
 from utils.data.datasets import shards
 from utils.data.datasets.shards import INDEX_FILE, open_shards
 from utils.errors import DataError
@@ -95,11 +96,11 @@ def test_a_rank_reads_the_bytes_of_its_own_samples(backend, part, packed, config
     split = getattr(open_shards("imagenet", packed, 48), part)
     for rank in range(2):
         reads.clear()
-        loader = getattr(build(config(packed, data_loader=backend), rank, 2), part)
+        built = getattr(build(config(packed, data_loader=backend), rank, 2), part)
         assert not reads, "opened too early"
-        everything(loader, epoch=1)
+        everything(built, epoch=1)
         expected = defaultdict(list)
-        for sample in np.concatenate(loader.plan.batches(1)).tolist():
+        for sample in np.concatenate(built.plan.batches(1)).tolist():
             image = split.images[sample]
             path = str(packed / split.shards["name"][image["shard"]])
             expected[path].append((int(image["offset"]), int(image["length"])))
@@ -115,9 +116,10 @@ DAMAGES = {
     "index truncated": (lambda folder: os.truncate(folder / INDEX_FILE, 1500), "shards.index: damaged, or of"),
     "another index": (lambda folder: np.savez((folder / INDEX_FILE).open("wb"), x=1), "shards.index: damaged, or of"),
     "index a FIFO": (lambda folder: replace_by_fifo(folder / INDEX_FILE), "cannot be read: not a regular file"),
-    "shard missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: cannot be read: No such file"),
+    "shard missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: no bytes, expected"),
     "shard truncated": (lambda folder: os.truncate(folder / SHARD, 9000), f"{SHARD}: 9000 bytes, expected"),
     "shard grown": (lambda folder: os.truncate(folder / SHARD, 10**6), f"{SHARD}: 1000000 bytes, expected"),
+    "shard added": (lambda folder: shutil.copy(folder / SHARD, folder / "val/x.tar"), "bytes, expected no from"),
     "shard altered": (lambda folder: change_byte(folder / SHARD, 1000), "the bytes differ from the indexed ones"),
 }  # fmt: skip
 
@@ -141,7 +143,8 @@ def test_other_loaders_name_an_altered_shard(backend, copied, config):
         everything(build(config(copied, data_loader=backend, rnd_resized_crop=False, batch_size=24)).train)
 
 
-def test_an_unreadable_image_is_skipped_as_in_folders_and_named_by_shard_and_member(folders, config, tmp_path):
+def test_an_unreadable_image_is_named_by_shard_and_member(folders, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "MOST_UNREADABLE", 0.5)
     source = Path(shutil.copytree(folders, tmp_path / "source"))
     (source / "train/ant/1.JPEG").write_bytes(b"no image")
     (source / "val/cat/0.JPEG").write_bytes(b"")

@@ -6,10 +6,10 @@ existing shards.
     python -m tools.prepare_data --shards /shared/imagenet-shards --from /shared/imagenet
     python -m tools.prepare_data --shards /shared/imagenet-shards
 
-Torchvision downloads and unpacks CIFAR. An archive must be an official one, of the python or the binary version, with
-the published MD5. Data and shards appear in one rename: an interrupted or failed run leaves no partial data, and two
-runs at once do the work once. Without --from, --shards writes the index of DIR/train/*.tar and DIR/val/*.tar, which
-hold KEY.jpg (or .png, ...) and KEY.cls for each image, as in the webdataset package.
+Torchvision downloads and unpacks CIFAR. An archive must be the official one, with the published MD5; tar unpacks the
+binary version, which is read too. Data and shards appear in one rename: an interrupted or failed run leaves no partial
+data, and two runs at once do the work once. Without --from, --shards writes the index of DIR/train/*.tar and
+DIR/val/*.tar, which hold KEY.jpg (or .png, ...) and KEY.cls for each image, as in the webdataset package.
 """
 
 import sys

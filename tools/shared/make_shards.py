@@ -19,8 +19,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from utils.data.datasets.dataset import match_classes
 from utils.data.datasets.folders import EXTENSIONS, open_folders
-from utils.data.datasets.image_files import ImageFiles
+from utils.data.datasets.image_files import ImageFiles, printable_name
 from utils.data.datasets.shards import IMAGE_FIELDS, INDEX_FILE, SHARD_FIELDS, find_shards
 from utils.data.sampling import IntArray
 from utils.errors import DataError
@@ -86,24 +87,36 @@ def _write_shard(folder: Path, images: ImageFiles, numbered: tuple[int, IntArray
 
 
 def index_shards(folder: Path) -> str:
-    """Write the index of the tar files in `folder`/train and `folder`/val in one rename; return a summary.
+    """Write the index of the tar files in `folder`/train and `folder`/val in one rename; return a summary, with the
+    number and the name of members that are not used.
 
-    Class names come from classes.json, else they are the label numbers."""
-    train, train_shards = _index_split(folder, "train")
-    valid, valid_shards = _index_split(folder, "val")
+    Class names come from classes.json, else they are the label numbers. `DataError` for a class without training image.
+    """
+    unused = list[str]()
+    train, train_shards = _index_split(folder, "train", unused)
+    valid, valid_shards = _index_split(folder, "val", unused)
     class_names = _read_class_names(folder / CLASSES_FILE, 1 + int(max(train["label"].max(), valid["label"].max())))
+    if gaps := sorted({*range(len(class_names))} - {*train["label"].tolist()}):
+        missing = f"no training image has label {gaps[0]}, class {class_names[gaps[0]]!r}"
+        raise DataError(
+            f"{folder}: {missing}; expected labels 0, 1, 2, ... without a gap, and the same classes in val/"
+        )
     content = io.BytesIO()
     arrays = {"train_images": train, "train_shards": train_shards, "valid_images": valid, "valid_shards": valid_shards}
     np.savez(content, class_names=np.array(class_names), **arrays)  # type: ignore[arg-type]
     write_atomically(folder / INDEX_FILE, content.getvalue())
     shards, images = (f"{len(a):,} and {len(b):,}" for a, b in ((train_shards, valid_shards), (train, valid)))
-    return f"{shards} shards for training and validation, with {images} images, indexed in {INDEX_FILE}"
+    summary = f"{shards} shards for training and validation, with {images} images, indexed in {INDEX_FILE}"
+    if unused:
+        first = next((name for name in unused if name.lower().endswith((*EXTENSIONS, ".cls"))), unused[0])
+        summary += f"; {len(unused)} members not used, such as {printable_name(first)} (a key ends at its first dot)"
+    return summary
 
 
-def _index_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the images and the shards as arrays of the index, see `utils.data.datasets.shards`."""
+def _index_split(folder: Path, split: str, unused: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the images and the shards as arrays of the index, see `utils.data.datasets.shards`. Adds to `unused`."""
     paths = [path for path in find_shards(folder) if path.parent.name == split]
-    scanned = _run_in_threads(_scan, paths, f"index of {split}")
+    scanned = _run_in_threads(partial(_scan, unused), paths, f"index of {split}")
     images = [(key, number, *found) for number, shard in enumerate(scanned) for key, *found in shard]
     if not images:
         raise DataError(f"{folder / split}: no images found; expected shards, *.tar")
@@ -113,9 +126,9 @@ def _index_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([row[1:] for row in images], fields), np.array(shards, SHARD_FIELDS)
 
 
-def _scan(path: Path) -> list[tuple[str, int, int, int, int, bytes]]:
-    """Return key, label, offset, length, CRC-32 and member of each image of a shard; `DataError` if it is no whole tar
-    file with KEY.jpg (or .png, ...) and KEY.cls for each image."""
+def _scan(unused: list[str], path: Path) -> list[tuple[str, int, int, int, int, bytes]]:
+    """Return key, label, offset, length, CRC-32 and member of each image of a shard, and add the other members to
+    `unused`; `DataError` if it is no whole tar file with KEY.jpg (or .png, ...) and KEY.cls for each image."""
     parts: dict[str, dict[str, tarfile.TarInfo]] = defaultdict(dict)
     try:
         with open_regular(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
@@ -124,6 +137,7 @@ def _scan(path: Path) -> list[tuple[str, int, int, int, int, bytes]]:
                 extension = named[2].lower() if named else ""
                 kind = "image" if f".{extension}" in EXTENSIONS else extension
                 if named is None or kind not in ("image", "cls") or info.isdir():
+                    unused += [] if info.isdir() else [f"{path.name}:{info.name}"]
                     continue
                 if not info.isreg() or info.issparse() or kind in parts[named[1]]:
                     raise DataError(f"{path}: {info.name} is a second {kind} of its key, or no plain file")
@@ -156,6 +170,7 @@ def _read_class_names(path: Path, num_classes: int) -> list[str]:
         names = json.loads(path.read_bytes())
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) < num_classes:
         raise DataError(f"{path}: expected a JSON list of {num_classes} class names; repair or remove it")
+    match_classes(str(path), names, names, remedy="")  # none occurs twice
     return names
 
 

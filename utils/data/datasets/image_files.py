@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -64,13 +65,16 @@ class ImageFiles:
     def identity(self) -> Iterator[bytes]:
         """Yield all names and sizes, and the bytes of evenly spaced files."""
 
-        def find_sizes(indices: IntArray) -> list[int]:
-            return [_find_size(self.path(index)) for index in indices.tolist()]
+        def find_sizes(indices: IntArray) -> bytes:
+            sizes = np.full(len(indices), -1)
+            for row, index in enumerate(indices.tolist()):
+                with suppress(OSError):
+                    sizes[row] = os.stat(self.path(index)).st_size
+            return sizes.tobytes()
 
         yield b"\0".join(self.names.tolist())
         with ThreadPoolExecutor(THREADS) as pool:
-            for sizes in pool.map(find_sizes, np.array_split(np.arange(len(self.names)), THREADS)):
-                yield np.array(sizes, np.int64).tobytes()
+            yield from pool.map(find_sizes, np.array_split(np.arange(len(self.names)), THREADS))
         yield from self.read_each(spaced(len(self.names)), lambda content, _: content, replace=False).samples
 
     @property
@@ -139,13 +143,6 @@ class ImageFiles:
                         f"{name}: cannot be read in {len(PAUSES) + 1} attempts: {reason}; {remedy}"
                     ) from None
                 time.sleep(pause)
-
-
-def _find_size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return -1
 
 
 def spaced(number: int) -> IntArray:
