@@ -12,27 +12,16 @@ from utils.config.command_line import Arguments
 
 FILES = sorted((ROOT / "config").glob("*.yaml"))
 BLOCKS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in list_blocks(path)]
-COMPILED = "bs256-amp-nhwc-extra-opts-compile"
 # Settings that a CPU does not support are replaced by these.
 NEEDS_GPUS: dict[str, Any] = {
-    "parallel": "ddp",
-    "enable_sync_bn": False,
-    "enable_cuda_graphs": False,
-    "loss_scale": None,
-}
-NEEDS_GPUS |= {"amp_dtype": "auto", "data_loader": "torchvision"}
+    "parallel": "ddp", "enable_sync_bn": False, "enable_cuda_graphs": False, "loss_scale": None, "amp_dtype": "auto",
+    "data_loader": "torchvision",
+}  # fmt: skip
 SHORT = {
-    "max_epochs": 2,
-    "limit_train_batches": 1,
-    "limit_valid_batches": 1,
-    "device": "cpu",
-    "num_data_workers": 0,
-    "log_to_screen": False,
-    "log_to_tensorboard": False,
-    "enable_compile": False,
-    "stop_at_accuracy": None,
+    "max_epochs": 2, "limit_train_batches": 1, "limit_valid_batches": 1, "device": "cpu", "num_data_workers": 0,
+    "log_to_screen": False, "log_to_tensorboard": False, "enable_compile": False, "stop_at_accuracy": None,
     "profiling_epoch_start": 2,
-}
+}  # fmt: skip
 
 
 def shorten(config, **changes):
@@ -86,28 +75,3 @@ def test_every_setting_of_a_block_trains(path, name, tmp_path, pictures):
     config = Config(**_with_small_network(path, name))
     where = {"data_path": str(pictures(32))} if config.dataset == "imagenet" else {}
     run(config.model_copy(update=where), tmp_path)
-
-
-def _one_block_of_each_network():
-    """Choose the first block with each (file, network, stem), and COMPILED."""
-    chosen: dict[Any, Any] = {}
-    for block in BLOCKS:
-        path, name = block.values
-        config = load_config(path, name)
-        chosen.setdefault(name if name == COMPILED else (path, config.model, config.stem), block)
-    return list(chosen.values())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("path", "name"), _one_block_of_each_network())
-def test_every_network_trains_two_short_epochs(path, name, tmp_path, pictures):
-    """With the block's own network and image size (224 pixels for ImageNet), and batches of eight images.
-
-    test_blocks_on_real_data trains blocks of the tutorial with whole batches. Only COMPILED is compiled, which takes a
-    minute."""
-    config = load_config(path, name)
-    data = {"data_path": str(pictures(224))} if config.dataset == "imagenet" else {"dataset": "shapes"}
-    compiled = {"enable_compile": name == COMPILED and config.enable_compile}
-    small = {"num_classes": CLASSES, "batch_size": 8, "valid_batch_size_per_gpu": 8, "save_checkpoint": False}
-    run(shorten(config, **small, **data, **compiled), tmp_path)

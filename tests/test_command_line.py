@@ -11,7 +11,6 @@ from tests.conftest import CIFAR100, ROOT
 from tools.shared.command_line import new_parser, path_argument
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
-from utils.config.messages import OTHER_NAMES
 
 RATE = "allowed: a number above 0 and at most 1000"
 
@@ -168,8 +167,6 @@ ERRORS = [
     (["--confg=bs256"], "unrecognized arguments: --confg=bs256; did you mean --config?"),
     ([""], "an argument is empty; is a variable of the command line not set?"),
     (["bs256"], "unrecognized arguments: bs256; write --config=bs256"),
-    (["--learning-rate", "0.1"], "unrecognized arguments: --learning-rate 0.1; write --set lr=0.1"),
-    (["--explain", "learning_rate"], "--explain: unknown key 'learning_rate'. Did you mean 'lr'?"),
     (["--run-dir="], "argument --run-dir: is empty; is a variable of the command line not set?"),
 ]  # fmt: skip
 

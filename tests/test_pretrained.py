@@ -158,15 +158,6 @@ def train_pretrained_and_save_each_rank(folder):
     return train_pretrained(folder, dry_run=False)
 
 
-def test_a_dry_run_reports_the_weights_it_would_start_from(tmp_path, other, capsys):
-    torch.save(other | {"fc.weight": torch.ones(4, 64), "fc.bias": torch.ones(4)}, tmp_path / "weights.pth")
-    assert train_pretrained(tmp_path, dry_run=True) == 0
-    assert "pretrained       Starting from" in capsys.readouterr().out
-    (tmp_path / "weights.pth").unlink()
-    assert train_pretrained(tmp_path, dry_run=True) == 4
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_own_network_is_exported_without_its_code(tiny, one_rank, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -103,14 +103,12 @@ def _flatten(path: Path, block: CommentedMap, chain: tuple[tuple[Path, str], ...
 def _extended(path: Path, text: Any, origin: str, chain: tuple[tuple[Path, str], ...]) -> dict[str, Entry]:
     """Return the keys of `extends: FILE#BLOCK`; FILE is searched in the folder of `path`, then next to the code."""
     file, _, name = str(text).rpartition("#")
+    what, other = f"{origin}: extends {shown(text)}: ", find_file(Path(file).expanduser(), path.parent)
     if not file or not name:
-        what = f"{origin}: extends is {shown(text)}"
-        raise ConfigError(f"{what}; expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt")
-    other = find_file(Path(file).expanduser(), path.parent)
+        raise ConfigError(f"{what}expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt")
     if not other.is_file():
-        what = f"{origin}: extends {shown(text)}: no such file"
-        raise ConfigError(f"{what}; expected one in {path.parent.resolve()} or next to the code")
-    return _block(other, name, f"{origin}: extends {shown(text)}: ", chain)
+        raise ConfigError(f"{what}no such file; expected one in {path.parent.resolve()} or next to the code")
+    return _block(other, name, what, chain)
 
 
 def _read_blocks(path: Path) -> dict[str, CommentedMap]:

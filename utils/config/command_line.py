@@ -15,7 +15,7 @@ from typing import NoReturn
 from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config
 from utils.config.config import section
-from utils.config.messages import OTHER_NAMES, allowed, nearest_key, shortened, wrong_value
+from utils.config.messages import allowed, shortened, wrong_value
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError, ExpectedError, complete_output, print_error
 from utils.program import VERSION, Parser, command
@@ -105,19 +105,16 @@ class _Parser(Parser):
 
     def refuse(self, words: Sequence[str], yaml_config: Path) -> NoReturn:
         """Raise `ConfigError` for arguments that are not options, with a suggestion."""
-        first, equals, value = words[0].strip().partition("=")
-        name = first.lstrip("-")
-        value = value or " ".join(word for word in words[1:2] if not word.startswith("-"))
-        options = difflib.get_close_matches(first, self._option_string_actions, n=1)
-        key = nearest_key(name) if equals or first != name else None
         if not "".join(words).strip():
             raise ConfigError("an argument is empty; is a variable of the command line not set?")
+        first, equals, value = words[0].strip().partition("=")
+        name, key = first.lstrip("-"), first.lstrip("-").replace("-", "_")
+        options = difflib.get_close_matches(first, self._option_string_actions, n=1)
+        remedy = f"did you mean {options[0]}?" if options else "--help lists the options"
         if first == name and not equals and name in _block_names(yaml_config):
             remedy = f"write --config={name}"
-        elif key and (not options or name.replace("-", "_") in {*Config.model_fields, *OTHER_NAMES}):
-            remedy = f"write --set {key}={shortened(value) or 'VALUE'}"
-        else:
-            remedy = f"did you mean {options[0]}?" if options else "--help lists the options"
+        elif key in Config.model_fields:
+            remedy = f"write --set {key}={shortened(value or ''.join(words[1:2])) or 'VALUE'}"
         raise ConfigError(f"unrecognized arguments: {shortened(' '.join(words))}; {remedy}")
 
 

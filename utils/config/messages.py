@@ -12,22 +12,6 @@ from pydantic import ValidationError
 from utils.base_config import as_yaml
 from utils.config.config import Config
 
-# Names in timm, Lightning and PyTorch's examples of settings whose names here difflib does not find.
-OTHER_NAMES = {
-    "accumulate_grad_batches": "micro_batch_size",
-    "amp": "enable_amp",
-    "arch": "model",
-    "bs": "batch_size",
-    "channels_last": "enable_nhwc",
-    "clip_grad": "clip_grad_norm",
-    "compile": "enable_compile",
-    "data_dir": "data_path",
-    "gamma": "lr_decay_factor",
-    "learning_rate": "lr",
-    "random_seed": "seed",
-    "val_interval": "validate_every_epochs",
-    "wd": "weight_decay",
-}
 # What people write for a value of YAML 1.2.
 MEANT = {"none": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -55,8 +39,7 @@ def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) ->
 
 def wrong_value(key: str, what: str, origin: str) -> str:
     if key not in Config.model_fields:
-        near = nearest_key(key)
-        hint = f". Did you mean {near!r}?" if near else "; --explain lists every key"
+        hint = did_you_mean(key, Config.model_fields) or "; --explain lists every key"
         return f"{origin}: unknown key {shortened(key)!r}{hint}"
     return f"{origin}: {key} {what}; allowed: {allowed(key)}"
 
@@ -83,20 +66,12 @@ def _hint(key: str, value: Any) -> str:
     """Suggest the value that the user of a wrong value probably meant."""
     candidates: list[Any] = [MEANT[value.lower()]] if isinstance(value, str) and value.lower() in MEANT else []
     with suppress(TypeError, ValueError, OverflowError):
-        number = float(value)
-        candidates += [number, int(number), bool(number)] if number.is_integer() else [number]
+        candidates += [float(value), int(float(value))]
     for meant in candidates:
         with suppress(ValidationError):
             Config.model_validate({key: meant})
             return f"; write {as_yaml(meant)}" + (" without quotes" if as_yaml(meant) == value else "")
     return ""
-
-
-def nearest_key(word: str) -> str | None:
-    """Return the key that was probably meant: by another program's name for it, or by similar spelling."""
-    keys = {key: key for key in Config.model_fields} | OTHER_NAMES
-    near = difflib.get_close_matches(word.lower().replace("-", "_"), keys, n=1)
-    return keys[near[0]] if near else None
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
