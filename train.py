@@ -39,10 +39,10 @@ from torch import Tensor
 
 from models import build_model
 from utils.config import Config
+from utils.data.augment import BatchMix
 from utils.data.build import build_loaders, open_dataset
 from utils.data.datasets.dataset import STATISTICS
 from utils.data.loader import Loader, report_unreadable
-from utils.data.transforms.mix import BatchMix
 from utils.distributed.ddp import WARNINGS
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World, pin_near_gpu

@@ -18,12 +18,12 @@ from tests.tiny_shards import write_image
 from tools import prepare_data
 from train import Trainer
 from utils.config import load_config
+from utils.data.augment import Normalise
 from utils.data.datasets import dataset as datasets
 from utils.data.datasets import folders
 from utils.data.datasets.cifar import VERSIONS
 from utils.data.datasets.dataset import Dataset, channel_statistics, load_dataset, match_classes
 from utils.data.sampling import EpochPlan
-from utils.data.transforms.augment import Normalise
 from utils.distributed.world import World
 from utils.errors import CheckpointError, DataError
 

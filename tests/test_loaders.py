@@ -16,14 +16,14 @@ from tests.test_folders import DALI, needs_dali, pretend
 from train import main
 from utils.config import Config
 from utils.config.command_line import Arguments
+from utils.data import augment as mix
 from utils.data import sampling
+from utils.data.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.data.build import Loader, build_loaders, open_dataset
 from utils.data.config import AugmentationConfig
 from utils.data.datasets.dataset import Dataset, ImageArrays
 from utils.data.loader import AugmentedImages, DeviceLoader
 from utils.data.sampling import EpochPlan, sample_augmentation, uniform
-from utils.data.transforms import mix
-from utils.data.transforms.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.distributed.world import World
 
 WORLD_SIZES = (1, 2, 3, 8)

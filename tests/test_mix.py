@@ -1,13 +1,13 @@
-"""utils.data.transforms.mix: cutout, mixup and cutmix, compared with references that work image by image."""
+"""utils.data.augment: cutout, mixup and cutmix, compared with references that work image by image."""
 
 import numpy as np
 import pytest
 import torch
 
 from train import Trainer
+from utils.data.augment import STREAM_CUTMIX, BatchMix, beta_quantile, sample_mixing
 from utils.data.config import AugmentationConfig
 from utils.data.sampling import EpochPlan, epoch_order, uniform
-from utils.data.transforms.mix import STREAM_CUTMIX, BatchMix, beta_quantile, sample_mixing
 from utils.errors import ConfigError
 from utils.training.metrics.sums import MetricSums
 

@@ -49,7 +49,7 @@ def export(path: Path, folder: Path) -> list[str]:
     from safetensors.torch import save
 
     from models import build_model
-    from utils.data.transforms.augment import Normalise
+    from utils.data.augment import Normalise
     from utils.distributed.world import World
     from utils.files import strict_json, write_atomically
 

@@ -161,9 +161,9 @@ def validation_transform(trained: Trained) -> "Callable[[Image], Tensor]":
     cropped and normalised, float32 [3, S, S] on the CPU."""
     import torch
 
+    from utils.data.augment import Normalise
     from utils.data.datasets.folders import centre_fraction
     from utils.data.datasets.image_files import as_rgb, cut_centre
-    from utils.data.transforms.augment import Normalise
 
     data = trained.state["data"]
     normalise = Normalise(data["mean"], data["std"], torch.device("cpu"), torch.contiguous_format)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from utils.data.augment import Normalise
 from utils.data.config import LOADERS_WITH_WORKERS, DataConfig
 from utils.data.dali import DaliLoader
 from utils.data.datasets.cifar import IMAGE_SHAPE, VERSIONS
@@ -20,7 +21,6 @@ from utils.data.datasets.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_S
 from utils.data.datasets.shards import INDEX_FILE, open_shards
 from utils.data.loader import DeviceLoader, Loader, SyntheticLoader, TorchvisionLoader, decode_all
 from utils.data.sampling import EpochPlan, IntArray
-from utils.data.transforms.augment import Normalise
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import in_batch_job, name_ranks
 from utils.distributed.world import World
@@ -64,10 +64,8 @@ def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dat
 
 
 def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
-    """Return the dataset `dataset`, in one process. `DataError` if it is missing or damaged.
-
-    For a loader that needs no data, black images replace CIFAR and ImageNet, and no file is read.
-    """
+    """Return the dataset `dataset`, in one process; for `synthetic`, black images instead of CIFAR and ImageNet.
+    `DataError` if it is missing or damaged."""
     folder = Path(config.data_path)
     if is_user_code(config.dataset):
         dataset = load_own(config)

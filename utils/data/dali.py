@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from utils.data.augment import Normalise
 from utils.data.config import DataConfig
 from utils.data.datasets.dataset import ImageArrays, Split
 from utils.data.datasets.image_files import MOST_ELONGATED, ReadSamples, central_square, decode_image
 from utils.data.loader import Loader
 from utils.data.sampling import EpochPlan, IntArray, resized_crop_box
-from utils.data.transforms.augment import Normalise
 from utils.errors import ConfigError, DataError
 
 AHEAD = 2  # batches that DALI prepares in advance
@@ -212,10 +212,8 @@ class DaliLoader(Loader):
 
 def encode_for_dali(content: bytes, *, pass_jpeg: bool) -> tuple[np.ndarray, int, int]:
     """Return an encoded image, uint8 [bytes], its height and width. With `pass_jpeg`, a whole JPEG in grey or RGB is
-    unchanged; PIL decodes any other image to PPM. Raises PIL's exception if it is not an image.
-
-    PIL reads the header of each image: NVIDIA DALI 2.4 may kill the process when it parses an unknown file.
-    """
+    unchanged; PIL decodes any other image to PPM. Raises PIL's exception if it is no image: parsing an unknown file,
+    NVIDIA DALI 2.4 may kill the process."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as header:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
+from utils.data.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.data.config import DataConfig
 from utils.data.datasets.dataset import ImageArrays, Split
 from utils.data.datasets.image_files import describe_unreadable
 from utils.data.sampling import EpochPlan, IntArray
-from utils.data.transforms.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.distributed.world import World
 from utils.errors import DataError, ExpectedError, print_error
 from utils.files import write_atomically

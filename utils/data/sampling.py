@@ -1,7 +1,6 @@
 """Which image comes when, and how it is augmented: pure functions of (seed, epoch, sample index).
 
-They do not depend on rank, world size, worker or backend, so an epoch is the same anywhere, and resuming in mid-epoch
-starts at the right image without reading the earlier ones.
+They do not depend on rank, world size, worker or backend: an epoch is the same anywhere, also resumed in the middle.
 """
 
 import math
@@ -105,7 +104,6 @@ class EpochPlan:
 
     def batches(self, epoch: int, first_batch: int = 0) -> list[IntArray]:
         """Return the image indices of this rank's batches from `first_batch` on.
-
         Training: a global batch is a slice of the epoch's shuffle, and this rank's part is a contiguous slice of it. So
         one rank that accumulates over micro-batches sees the same micro-batches as several ranks.
         Validation: every world_size-th image; each is on exactly one rank, and the last batch may be short.

@@ -130,10 +130,8 @@ def find_folder(version: CifarVersion, data_path: Path) -> Path | None:
 
 
 def _fetch(version: CifarVersion, data_path: Path, archive: Path | None) -> Path:
-    """Let torchvision unpack a local archive or, without one, download it; return the data's folder.
-
-    It appears in one rename, so no process sees partial data. If several processes call, one does the work.
-    """
+    """Let torchvision unpack a local archive or, without one, download it; return the data's folder. It appears in one
+    rename, so no process sees partial data. If several processes call, one does the work."""
     from torchvision.datasets.utils import check_integrity
 
     dataset = version.dataset_class
@@ -167,11 +165,8 @@ def _read_pickles(folder: Path, version: CifarVersion) -> list[Arrays]:
 
 
 def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arrays:
-    """Return the verified images and labels of one split.
-
-    A single file is memory-mapped, so all processes of a machine share its pages. The five files of CIFAR-10's training
-    split cannot be mapped as one array and are copied (154 MB).
-    """
+    """Return the verified images and labels of one split. A single file is memory-mapped, so all processes of a machine
+    share its pages; the five files of CIFAR-10's training split are copied (154 MB)."""
     paths, found = [folder / name for name in split.files], "none"
     with suppress(ValueError):  # an empty file, or no whole number of records
         # plain arrays: memmap's own indexing is slower
@@ -187,9 +182,6 @@ def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arra
 
 def fingerprint(records: Iterable[np.ndarray]) -> str:
     """Return the sum of the SHA-256 of every record, modulo 2^256, in hexadecimal. Each array: uint8 [N, record_bytes].
-
-    It detects any altered byte, but ignores the order of records and files: copies of CIFAR with the same records in
-    another order exist, and are equally good. 0.1 s for 50,000 records.
-    """
+    It ignores the order: copies of CIFAR with the same records in another order exist, and are equally good."""
     digests = (hashlib.sha256(record).digest() for array in records for record in np.ascontiguousarray(array))
     return f"{sum(int.from_bytes(digest, 'big') for digest in digests) % 2**256:064x}"

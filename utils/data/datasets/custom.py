@@ -37,9 +37,8 @@ def _build_dataset(what: str, config: DatasetConfig, returned: Mapping[str, Any]
         raise DataError(f"{what}: class_names is {names!r:.60}; expected at least two strings, one for each label")
     class_names = tuple(printable_name(name, of_file=False) for name in names)
     train, valid = (_read_split(f"{what}, {name}", returned[name], len(names), data_path) for name in NEEDED[:2])
-    given: dict[str, Any] = {
-        name: _read_per_channel(f"{what}, {name}", returned[name]) for name in STATISTICS if name in returned
-    }
+    has: list[str] = [name for name in STATISTICS if name in returned]
+    given: dict[str, Any] = {name: _read_per_channel(f"{what}, {name}", returned[name]) for name in has}
     if isinstance(train, ImageFiles) and isinstance(valid, ImageFiles):
         return replace(build_from_files(config.dataset, class_names, train, valid, config.image_size), **given)
     if (

@@ -94,7 +94,6 @@ class Dataset:
 
 def match_classes(where: str, found: Sequence[str], known: Sequence[str], remedy: str) -> IntArray:
     """Return the index in `known` of each of the class names `found`, int64 [classes]: their order may differ.
-
     Raises `DataError` if the names differ, or one of them occurs twice, perhaps in two Unicode forms."""
     for names in (found, known):
         forms = Counter(unicodedata.normalize("NFC", name) for name in names)
@@ -109,8 +108,7 @@ def match_classes(where: str, found: Sequence[str], known: Sequence[str], remedy
 
 def load_dataset(name: str, data_path: Path, *, download: bool) -> Dataset:
     """Return the dataset `name`: "cifar100" or "cifar10" from `data_path`, downloaded only with `download`, or
-    "shapes", which needs no file. In one job, one process must download and the others wait. `DataError` if files are
-    missing or damaged."""
+    "shapes", which needs no file. `DataError` if files are missing or damaged."""
     if name == "shapes":
         return _generate_shapes_dataset()
     version = VERSIONS[name]
@@ -137,8 +135,7 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
 
 
 def fingerprint(*splits: Split) -> str:
-    """Return the SHA-256 of all labels, and of the files' names and sizes, the shards' CRC-32, or evenly spaced images:
-    it must be the same on all ranks and when a run resumes."""
+    """Return the SHA-256 of labels and images; it must be the same on all ranks and when a run resumes."""
     digest = hashlib.sha256()
     for split in splits:
         for part in (split.labels.tobytes(), *split.identity()):
@@ -148,8 +145,7 @@ def fingerprint(*splits: Split) -> str:
 
 def hold_out(dataset: Dataset, number: int) -> Dataset:
     """Hold out `number` training images: they become the validation set, and the validation set becomes the test set.
-
-    Mean and standard deviation are still computed from all training images. `ConfigError` if no image remains."""
+    Mean and standard deviation stay those of all training images. `ConfigError` if no image remains."""
     if not number:
         return dataset
     available = len(dataset.train.labels)

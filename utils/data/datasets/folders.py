@@ -29,9 +29,7 @@ LAYOUT = "expected DATA_PATH/train/CLASS/IMAGE and DATA_PATH/val/CLASS/IMAGE"
 
 def open_folders(name: str, data_path: Path, image_size: int | None) -> Dataset:
     """Return the dataset `name`, "imagefolder" or "imagenet", in `data_path`; `DataError` if its folders are wrong.
-
-    `image_size` None: 224 for imagenet, else the median shorter side of a sample of training images.
-    """
+    `image_size` None: 224 for imagenet, else the median shorter side of a sample of training images."""
     (class_names, train), (others, valid) = (_list_split(data_path / split) for split in ("train", "val"))
     match_classes(f"{data_path / 'val'}", others, class_names, f"train/ has others; {LAYOUT}")  # both are sorted
     return build_from_files(name, tuple(class_names), train, valid, image_size)
@@ -75,11 +73,8 @@ def centre_fraction(name: str) -> float:
 
 
 def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, centre_fraction: float) -> ImageFiles:
-    """Return the images of files, folders of images, and folders of class folders as one split.
-
-    A label is the index in `class_names`, -1 for an image outside of class folders. `DataError` if a path does not
-    exist or holds no images, or a folder is no class.
-    """
+    """Return the images of files, folders of images, and folders of class folders as one split. A label is the index in
+    `class_names`, -1 outside of class folders. `DataError` for a path without images or a folder that is no class."""
     labels, found = {name: label for label, name in enumerate(class_names)}, list[tuple[str, int]]()
     for path in paths:
         if path.is_file():

@@ -99,7 +99,6 @@ class ImageFiles:
     def read_each(self, indices: IntArray, decode: Callable[[bytes, int], Any], *, replace: bool) -> ReadSamples:
         """Call `decode` with the bytes of each sample and its position in `indices`. A sample that it refuses is
         unreadable and not tried again: with `replace`, another one of its class replaces it, else it is skipped.
-
         `DataError` for a class without a readable sample, and after an error that did not pass."""
         samples, shown, unreadable = [], [], dict[str, str]()
         for row, index in enumerate(indices.tolist()):

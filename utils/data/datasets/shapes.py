@@ -1,8 +1,7 @@
 """`shapes`: ten kinds of figures generated from a seed; a dataset that needs no file and is not trivial to learn.
 
-Position, size, rotation, both colours, background and noise vary. A horizontal flip, a shift of 4 pixels or a rotation
-by 15 degrees, as CIFAR's augmentation has them, do not change the class. Only additions, products, quotients and square
-roots are used, which IEEE 754 rounds alike everywhere: a seed gives the same bytes on every machine.
+Position, size, rotation, colours, background and noise vary; CIFAR's augmentation does not change the class. Only
+additions, products, quotients and square roots are used, which IEEE 754 rounds alike: the same bytes on every machine.
 """
 
 from collections.abc import Callable
@@ -33,10 +32,8 @@ def _quarters(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _star(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """A star with five points, one of them up: mirroring maps it to half a point, which has one edge.
-
-    The construction is Inigo Quilez's sdStar5 (https://iquilezles.org/articles/distfunctions2d/).
-    """
+    """A star with five points, one of them up, mirrored to half a point, which has one edge: Inigo Quilez's sdStar5
+    (https://iquilezles.org/articles/distfunctions2d/)."""
     cos36, sin36, outer, inner = np.float32(0.809017), np.float32(0.587785), np.float32(1.1), np.float32(0.42)
     x, y = abs(x), -y
     for side in (1, -1):

@@ -93,7 +93,6 @@ def remedy(folder: Path) -> str:
 
 def open_shards(name: str, data_path: Path, image_size: int | None) -> Dataset:
     """Return the dataset `name`, "imagefolder" or "imagenet", in the shards of `data_path`; see `folders.open_folders`.
-
     `DataError` if the index is damaged, or a shard is missing, new or of another size; reads no shard."""
     path = data_path / INDEX_FILE
     try:
