@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.fake_cuda import runtime, sync_batch_norm
+from utils.training.kernels.norm_relu import norm_relu, norm_relu_backward
 
 aten = torch.ops.aten
-own = torch.ops.resnet50_at_scale
+NORM_RELU, NORM_RELU_BACKWARD = (kernel._opoverload for kernel in (norm_relu, norm_relu_backward))
 HALVES = (torch.float16, torch.bfloat16)
 IGNORED_NAMESPACES = ("c10d", "profiler", "prim")
 # Operations that allocate or describe memory and compute nothing.
@@ -84,8 +85,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: _in_float32(aten.native_batch_norm_backward.default),
     aten.cudnn_batch_norm.default: _in_float32(_batch_norm, changes_arguments=True),
     aten.cudnn_batch_norm_backward.default: _in_float32(_batch_norm_backward),
-    own.norm_relu.default: _in_float32(own.norm_relu.default, changes_arguments=True),
-    own.norm_relu_backward.default: _in_float32(own.norm_relu_backward.default),
+    NORM_RELU: _in_float32(NORM_RELU, changes_arguments=True),
+    NORM_RELU_BACKWARD: _in_float32(NORM_RELU_BACKWARD),
     # the CPU's kernels update half-precision weights wrongly before torch 2.14
     aten._fused_sgd_.default: _in_float32(aten._fused_sgd_.default, changes_arguments=True),
     aten._fused_sgd_.tensor_lr: _in_float32(aten._fused_sgd_.tensor_lr, changes_arguments=True),
