@@ -95,6 +95,8 @@ def test_characters_that_cannot_be_encoded_are_escaped():
     latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     print_text("Кот\n", latin)
     assert latin.buffer.getvalue() == b"\\u041a\\u043e\\u0442\n"
+    latin.close()
+    print_text("dropped", latin)
 
 
 OWN_DATA = """

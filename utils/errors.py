@@ -121,16 +121,18 @@ def _is_lost(stream: TextIO) -> bool:
     """Whether nothing can be written to a stream; then drop its output."""
     try:
         os.write(stream.fileno(), b"\n")
+    except (io.UnsupportedOperation, AttributeError):  # no file, as in a notebook
+        return False
     except OSError:
-        return drop(stream)
+        drop(stream)
+        return True
     return False
 
 
-def drop(stream: TextIO) -> bool:
+def drop(stream: TextIO) -> None:
     """Drop all output of a stream from here on, also what it still holds in its buffer."""
-    with suppress(OSError, AttributeError):  # a stream without a descriptor, as in a notebook
+    with suppress(OSError, ValueError, AttributeError):  # no file, or a closed one
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return True
 
 
 def print_text(text: str, stream: TextIO) -> None:
@@ -139,7 +141,7 @@ def print_text(text: str, stream: TextIO) -> None:
     try:
         stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
-    except (OSError, AttributeError):  # AttributeError: an object that has only `write`
+    except (OSError, ValueError, AttributeError):  # the last two: a closed stream, an object that has only `write`
         drop(stream)
 
 

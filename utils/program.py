@@ -43,4 +43,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(expanded, namespace)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        (file or sys.stderr).write(message)  # argparse would ignore that it cannot be written
+        if file is sys.stdout:
+            file.write(message)  # argparse would ignore that it cannot be written
+        else:
+            super()._print_message(message, file)
