@@ -7,6 +7,7 @@ import statistics
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,8 +77,7 @@ def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> s
     for event in work:
         times[event.name] += event.duration
     lines = [f"Profile of {count} iterations, {total / 1e3 / count:.2f} ms each"]
-    lines += _describe_ranges(ranges, work, total)
-    lines.append(f"top {'kernels' if work else 'operators'}:")
+    lines += [*_describe_ranges(ranges, work, total), f"top {'kernels' if work else 'operators'}:"]
     largest = sorted(times.items(), key=lambda item: -item[1])[:TOP]
     lines += [f"  {100 * time / total:5.1f} %  {name[:90]}" for name, time in largest]
     if work:
@@ -110,11 +110,9 @@ def _describe_ranges(ranges: dict[str, list[Event]], work: Sequence[Event], tota
 
 def _describe_gaps(work: Sequence[Event], total: float) -> str:
     """Describe when the GPU was idle; `work` by start."""
-    gaps, reached = list[float](), work[0].start
-    for event in work:
-        gaps += [event.start - reached] if event.start > reached else []
-        reached = max(reached, event.end)
-    idle = 100 - 100 * (reached - work[0].start - sum(gaps)) / total
+    reached = [*accumulate((event.end for event in work), max)]
+    gaps = [event.start - end for event, end in zip(work[1:], reached, strict=False) if event.start > end]
+    idle = 100 - 100 * (reached[-1] - work[0].start - sum(gaps)) / total
     longest = max(gaps, default=0) / 1e3
     return f"launch gaps: the GPU is idle {idle:.1f} % of the time, {len(gaps)} gaps, the longest {longest:.2f} ms"
 

@@ -29,9 +29,8 @@ def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, 
         folder = path.parent.parent
         resume = f"--resume {shlex.quote(str(folder))} to continue from its last checkpoint with the new values; or "
         raise ConfigError(
-            f"{folder}: holds a run with other settings: {shorten(training)}\n"
-            f"add to the command: --run-dir DIR for a separate run; or {'' if fixed else resume}"
-            "--resume never to move it aside and start again"
+            f"{folder}: holds a run with other settings: {shorten(training)}\nadd to the command: --run-dir DIR for a "
+            f"separate run; or {'' if fixed else resume}--resume never to move it aside and start again"
         )
     if fixed:
         raise CheckpointError(
