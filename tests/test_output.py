@@ -129,7 +129,7 @@ def test_a_screen_that_has_only_write_and_a_name_that_is_no_text_are_logged_to(t
 
 def test_an_unreadable_file_with_a_line_break_in_its_name_is_reported_once(tmp_path, one_rank):
     for broken in ("a\rb", "a\nb"):
-        loaders = [SimpleNamespace(unreadable={broken: "cut"})]
+        loaders = [SimpleNamespace(unreadable={broken: "cut"}, check_fraction=bool)]
         assert [len(report_unreadable(one_rank, loaders, tmp_path)) for _ in range(2)] == [1, 0]
     assert (tmp_path / "unreadable.txt").read_bytes() == b"a\\nb\tcut\na\\rb\tcut\n"
 
