@@ -8,27 +8,23 @@
 #include <immintrin.h>
 #endif
 
-#define INLINE inline __attribute__((always_inline))
-
 namespace {
 
-constexpr int SIDE = 4, ACROSS = SIDE + 2;  // of a tile's outputs, and of its planes and input pixels
-constexpr int PLANES = ACROSS * ACROSS;
 constexpr int64_t LANES = 16;  // channels at a time, 64 bytes; the number of channels is a multiple of it
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float))));
+inline Lanes load(const float* from) { return read<Lanes>(from); }
+
+inline void store(Lanes value, float* to) { std::memcpy(to, &value, sizeof value); }
+
 typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
 typedef uint16_t HighBits __attribute__((vector_size(LANES * sizeof(uint16_t))));
 
-INLINE Lanes load(const float* from) { return read<Lanes>(from); }
-
-INLINE Lanes load(const bfloat16* from) {
+inline Lanes load(const bfloat16* from) {
     const Bits bits = __builtin_convertvector(read<HighBits>(from), Bits) << 16;
     return read<Lanes>(&bits);
 }
 
-INLINE void store(Lanes value, float* to) { std::memcpy(to, &value, sizeof value); }
-
-INLINE void store(Lanes value, bfloat16* to) {
+inline void store(Lanes value, bfloat16* to) {
 #ifdef __AVX512BF16__
     const __m256bh high = _mm512_cvtneps_pbh(read<__m512>(&value));
 #else
@@ -37,184 +33,303 @@ INLINE void store(Lanes value, bfloat16* to) {
     std::memcpy(to, &high, sizeof high);
 }
 
-// Lavin and Gray's matrices (arXiv:1509.09308) B', A and G, and their transposes, times a vector. Their points 0, 5/8,
-// -5/8, 3/2, -3/2 and infinity halve the effect of rounding the planes compared with 1, -1, 2 and -2. The rows of a
-// point and its negative differ in signs only and share their sums.
-INLINE void set_pair(Lanes even, Lanes odd, Lanes* y) {
-    y[0] = even + odd;
-    y[1] = even - odd;
-}
+// Lavin and Gray's B', G and A' (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1, 2,
+// infinity; 6 also uses -2, 1/2 and -1/2. 4 uses 0, 5/8, -5/8, 3/2, -3/2 and infinity, which halve the effect of
+// rounding the planes compared with 1, -1, 2 and -2.
+template <int side>
+struct Winograd;
 
-INLINE void images_by_row(const Lanes* x, Lanes* y) {
-    y[0] = .87890625f * x[0] - 2.640625f * x[2] + x[4];
-    set_pair(-2.25f * x[2] + x[4], -1.40625f * x[1] + .625f * x[3], y + 1);
-    set_pair(-.390625f * x[2] + x[4], -.5859375f * x[1] + 1.5f * x[3], y + 3);
-    y[5] = .87890625f * x[1] - 2.640625f * x[3] + x[5];
-}
+template <>
+struct Winograd<3> {
+    static constexpr float images[5][5] = {
+        {2, -1, -2, 1, 0}, {0, -2, -1, 1, 0}, {0, 2, -3, 1, 0}, {0, -1, 0, 1, 0}, {0, 2, -1, -2, 1}};
+    static constexpr float weights[5][3] = {{1. / 2, 0, 0},
+                                            {-1. / 2, -1. / 2, -1. / 2},
+                                            {-1. / 6, 1. / 6, -1. / 6},
+                                            {1. / 6, 1. / 3, 2. / 3},
+                                            {0, 0, 1}};
+    static constexpr float outputs[3][5] = {{1, 1, 1, 1, 0}, {0, 1, -1, 2, 0}, {0, 1, 1, 4, 1}};
+};
 
-INLINE void images_by_column(const Lanes* x, Lanes* y) {
-    Lanes first[2], second[2];
-    set_pair(x[1], x[2], first);
-    set_pair(x[3], x[4], second);
-    y[0] = .87890625f * x[0];
-    y[1] = -1.40625f * first[1] - .5859375f * second[1] + .87890625f * x[5];
-    y[2] = -2.640625f * x[0] - 2.25f * first[0] - .390625f * second[0];
-    y[3] = .625f * first[1] + 1.5f * second[1] - 2.640625f * x[5];
-    y[4] = x[0] + first[0] + second[0];
-    y[5] = x[5];
-}
+template <>
+struct Winograd<4> {
+    static constexpr float images[6][6] = {
+        {.87890625f, 0, -2.640625f, 0, 1, 0},         {0, -1.40625f, -2.25f, .625f, 1, 0},
+        {0, 1.40625f, -2.25f, -.625f, 1, 0},          {0, -.5859375f, -.390625f, 1.5f, 1, 0},
+        {0, .5859375f, -.390625f, -1.5f, 1, 0},       {0, .87890625f, 0, -2.640625f, 0, 1}};
+    static constexpr float weights[6][3] = {{256. / 225, 0, 0},
+                                            {-2048. / 2975, -256. / 595, -32. / 119},
+                                            {-2048. / 2975, 256. / 595, -32. / 119},
+                                            {128. / 1071, 64. / 357, 32. / 119},
+                                            {128. / 1071, -64. / 357, 32. / 119},
+                                            {0, 0, 1}};
+    static constexpr float outputs[4][6] = {{1, 1, 1, 1, 1, 0},
+                                            {0, .625f, -.625f, 1.5f, -1.5f, 0},
+                                            {0, .390625f, .390625f, 2.25f, 2.25f, 0},
+                                            {0, .244140625f, -.244140625f, 3.375f, -3.375f, 1}};
+};
 
-INLINE void outputs_by_column(const Lanes* x, Lanes* y) {
-    y[0] = x[0];
-    set_pair(x[0] + .390625f * x[2], .625f * x[1] + .244140625f * x[3], y + 1);
-    set_pair(x[0] + 2.25f * x[2], 1.5f * x[1] + 3.375f * x[3], y + 3);
-    y[5] = x[3];
-}
+template <>
+struct Winograd<6> {
+    static constexpr float images[8][8] = {
+        {1, 0, -5.25f, 0, 5.25f, 0, -1, 0},      {0, 1, 1, -4.25f, -4.25f, 1, 1, 0},
+        {0, -1, 1, 4.25f, -4.25f, -1, 1, 0},     {0, .5f, .25f, -2.5f, -1.25f, 2, 1, 0},
+        {0, -.5f, .25f, 2.5f, -1.25f, -2, 1, 0}, {0, 2, 4, -2.5f, -5, .5f, 1, 0},
+        {0, -2, 4, 2.5f, -5, -.5f, 1, 0},        {0, -1, 0, 5.25f, 0, -5.25f, 0, 1}};
+    static constexpr float weights[8][3] = {{1, 0, 0},
+                                            {-2. / 9, -2. / 9, -2. / 9},
+                                            {-2. / 9, 2. / 9, -2. / 9},
+                                            {1. / 90, 1. / 45, 2. / 45},
+                                            {1. / 90, -1. / 45, 2. / 45},
+                                            {1. / 45, 1. / 90, 1. / 180},
+                                            {1. / 45, -1. / 90, 1. / 180},
+                                            {0, 0, 1}};
+    static constexpr float outputs[6][8] = {{1, 1, 1, 1, 1, 32, 32, 0},   {0, 1, -1, 2, -2, 16, -16, 0},
+                                            {0, 1, 1, 4, 4, 8, 8, 0},     {0, 1, -1, 8, -8, 4, -4, 0},
+                                            {0, 1, 1, 16, 16, 2, 2, 0},   {0, 1, -1, 32, -32, 1, -1, 1}};
+};
 
-INLINE void outputs_by_row(const Lanes* x, Lanes* y) {
-    Lanes first[2], second[2];
-    set_pair(x[1], x[2], first);
-    set_pair(x[3], x[4], second);
-    y[0] = x[0] + first[0] + second[0];
-    y[1] = .625f * first[1] + 1.5f * second[1];
-    y[2] = .390625f * first[0] + 2.25f * second[0];
-    y[3] = .244140625f * first[1] + 3.375f * second[1] + x[5];
-}
-
-INLINE void weights_by_row(const Lanes* x, Lanes* y) {
-    y[0] = static_cast<float>(256. / 225) * x[0];
-    set_pair(static_cast<float>(-2048. / 2975) * x[0] + static_cast<float>(-32. / 119) * x[2],
-             static_cast<float>(-256. / 595) * x[1], y + 1);
-    set_pair(static_cast<float>(128. / 1071) * x[0] + static_cast<float>(32. / 119) * x[2],
-             static_cast<float>(64. / 357) * x[1], y + 3);
-    y[5] = x[2];
-}
-
-INLINE void weights_by_column(const Lanes* x, Lanes* y) {
-    Lanes first[2], second[2];
-    set_pair(x[1], x[2], first);
-    set_pair(x[3], x[4], second);
-    y[0] = static_cast<float>(256. / 225) * x[0] + static_cast<float>(-2048. / 2975) * first[0] +
-           static_cast<float>(128. / 1071) * second[0];
-    y[1] = static_cast<float>(-256. / 595) * first[1] + static_cast<float>(64. / 357) * second[1];
-    y[2] = static_cast<float>(-32. / 119) * first[0] + static_cast<float>(32. / 119) * second[0] + x[5];
-}
-
-// out = matrix * in * matrix', where `multiply` multiplies the matrix by a vector.
-template <void (*multiply)(const Lanes*, Lanes*), int columns, int rows>
-INLINE void transform(const Lanes (&in)[columns][columns], Lanes (&out)[rows][rows]) {
-    Lanes half[columns][rows];
+// Sum of factor(k) * value(k). The loop is unrolled, so zeros and ones are known at compile time.
+template <int count, typename Factor, typename Value>
+inline __attribute__((always_inline)) Lanes combine(Factor factor, Value value) {
+    Lanes sum = {};
+    bool empty = true;
 #pragma GCC unroll 8
-    for (int j = 0; j < columns; ++j) {
-        Lanes column[columns];
-        for (int k = 0; k < columns; ++k) column[k] = in[k][j];
-        multiply(column, half[j]);
+    for (int k = 0; k < count; ++k) {
+        if (factor(k) == 0) continue;
+        const Lanes term = factor(k) == 1 ? value(k) : factor(k) == -1 ? -value(k) : factor(k) * value(k);
+        sum = empty ? term : sum + term;
+        empty = false;
+    }
+    return sum;
+}
+
+// Whether rows i and i + 1 of a matrix belong to a point and its negative: equal up to signs.
+template <int rows, int columns, typename Matrix>
+constexpr bool is_pair(Matrix matrix, int i) {
+    if (i % 2 == 0 || i + 1 >= rows) return false;
+    for (int k = 0; k < columns; ++k)
+        if (matrix(i, k) != matrix(i + 1, k) && matrix(i, k) != -matrix(i + 1, k)) return false;
+    return true;
+}
+
+// set(i, sum of matrix(i, k) * value(k)) for each row i. The rows of a pair share the sum of their equal terms and the
+// sum of their opposite terms.
+template <int rows, int columns, typename Matrix, typename Value, typename Set>
+inline __attribute__((always_inline)) void multiply(Matrix matrix, Value value, Set set) {
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i) {
+        if (i > 0 && is_pair<rows, columns>(matrix, i - 1)) continue;
+        if (!is_pair<rows, columns>(matrix, i)) {
+            set(i, combine<columns>([&](int k) { return matrix(i, k); }, value));
+            continue;
+        }
+        const auto factor = [&](int k, bool equal) {
+            return (matrix(i, k) == matrix(i + 1, k)) == equal ? matrix(i, k) : 0;
+        };
+        const Lanes even = combine<columns>([&](int k) { return factor(k, true); }, value);
+        const Lanes odd = combine<columns>([&](int k) { return factor(k, false); }, value);
+        set(i, even + odd);
+        set(i + 1, even - odd);
+    }
+}
+
+// The same with the transposed matrix, [columns][rows]: a pair's values are added and subtracted before multiplying.
+template <int rows, int columns, typename Matrix, typename Value, typename Set>
+inline __attribute__((always_inline)) void multiply_transposed(Matrix matrix, Value value, Set set) {
+    Lanes shared[columns];
+#pragma GCC unroll 8
+    for (int k = 0; k < columns; ++k) {
+        if (k > 0 && is_pair<columns, rows>(matrix, k - 1)) continue;
+        shared[k] = value(k);
+        if (!is_pair<columns, rows>(matrix, k)) continue;
+        const Lanes second = value(k + 1);
+        shared[k + 1] = shared[k] - second;
+        shared[k] = shared[k] + second;
     }
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i) {
-        Lanes row[columns];
-        for (int k = 0; k < columns; ++k) row[k] = half[k][i];
-        multiply(row, out[i]);
+        const auto factor = [&](int k) {
+            if (k > 0 && is_pair<columns, rows>(matrix, k - 1))
+                return matrix(k, i) != matrix(k - 1, i) ? matrix(k - 1, i) : 0;
+            return !is_pair<columns, rows>(matrix, k) || matrix(k, i) == matrix(k + 1, i) ? matrix(k, i) : 0;
+        };
+        set(i, combine<columns>(factor, [&](int k) { return shared[k]; }));
     }
+}
+
+// out = matrix * in * matrix', matrix [rows][columns]; `transposed`: matrix' * in * matrix, matrix [columns][rows]
+template <bool transposed, int rows, int columns, typename Matrix>
+inline __attribute__((always_inline)) void transform(Matrix matrix, const Lanes (&in)[columns][columns],
+                                                     Lanes (&out)[rows][rows]) {
+    const auto apply = [&](auto value, auto set) __attribute__((always_inline)) {
+        if constexpr (transposed)
+            multiply_transposed<rows, columns>(matrix, value, set);
+        else
+            multiply<rows, columns>(matrix, value, set);
+    };
+    Lanes half[rows][columns];
+#pragma GCC unroll 8
+    for (int j = 0; j < columns; ++j)
+        apply([&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i)
+        apply([&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
 }
 
 struct Sizes {
     int64_t images, height, width, channels, down, across, plane;
 
-    explicit Sizes(const int64_t* given)
-        : images(given[0]), height(given[1]), width(given[2]), channels(given[3]), down((height + SIDE - 1) / SIDE),
-          across((width + SIDE - 1) / SIDE), plane((images * down * across + 1) * channels) {}
+    Sizes(int64_t side, const int64_t* given)
+        : images(given[0]), height(given[1]), width(given[2]), channels(given[3]), down((height + side - 1) / side),
+          across((width + side - 1) / side), plane((images * down * across + 1) * channels) {}
 };
 
-// One tile of `size` x `size` pixels of an image, the first ones `border` pixels outside it.
-template <int size, int border>
+// One tile: `across` x `across` pixels of an image, some of which may lie outside it.
+template <int across>
 struct Tile {
-    int64_t offset[size][size];  // of a pixel in the images; -1 outside
-    int64_t first;               // the tile's offset in the first plane
+    int64_t offset[across][across];  // of a pixel in the images; -1 outside
+    int64_t first;                   // the tile's offset in the first plane
 
-    // A line is a row of tiles of one image.
-    Tile(const Sizes& sizes, int64_t line, int64_t column) : first((line * sizes.across + column) * sizes.channels) {
-        const int64_t image = line / sizes.down;
-        for (int i = 0; i < size; ++i)
-            for (int j = 0; j < size; ++j) {
-                const int64_t y = line % sizes.down * SIDE - border + i, x = column * SIDE - border + j;
+    // Tiles lie `step` pixels apart, the first one `border` pixels outside.
+    Tile(const Sizes& sizes, int64_t line, int64_t column, int64_t step, int64_t border)
+        : first((line * sizes.across + column) * sizes.channels) {
+        const int64_t image = line / sizes.down, top = line % sizes.down * step - border;
+        const int64_t left = column * step - border;
+        for (int i = 0; i < across; ++i)
+            for (int j = 0; j < across; ++j) {
+                const int64_t y = top + i, x = left + j;
                 const bool inside = 0 <= y && y < sizes.height && 0 <= x && x < sizes.width;
                 offset[i][j] = inside ? ((image * sizes.height + y) * sizes.width + x) * sizes.channels : -1;
             }
     }
 };
 
-// task(tile) for each tile
-template <int size, int border, typename Task>
-void for_tiles(const Sizes& sizes, Task task) {
+// task(tile) for each tile; a line is a row of tiles
+template <int across, typename Task>
+void for_tiles(const Sizes& sizes, int64_t step, int64_t border, Task task) {
 #pragma omp parallel for schedule(static)
     for (int64_t line = 0; line < sizes.images * sizes.down; ++line)
-        for (int64_t column = 0; column < sizes.across; ++column) task(Tile<size, border>(sizes, line, column));
+        for (int64_t column = 0; column < sizes.across; ++column)
+            task(Tile<across>(sizes, line, column, step, border));
 }
 
-// Load or store LANES channels of a tile's planes, which lie `step` numbers apart.
-template <typename Number>
-INLINE void load_planes(const Number* planes, int64_t step, Lanes (&in)[ACROSS][ACROSS]) {
-#pragma GCC unroll 36
-    for (int i = 0; i < PLANES; ++i) in[i / ACROSS][i % ACROSS] = load(planes + i * step);
+// Transform LANES channels of one tile and store them at the offset `first` of each plane.
+template <int rows, int across, typename Matrix, typename Number>
+inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], Number* planes, const Sizes& sizes,
+                         int64_t first) {
+    Lanes out[rows][rows];
+    transform<false, rows, across>(matrix, in, out);
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < rows; ++j) store(out[i][j], planes + (i * rows + j) * sizes.plane + first);
 }
 
-template <typename Number>
-INLINE void store_planes(const Lanes (&out)[ACROSS][ACROSS], Number* planes, int64_t step) {
-#pragma GCC unroll 36
-    for (int i = 0; i < PLANES; ++i) store(out[i / ACROSS][i % ACROSS], planes + i * step);
-}
-
-// Planes of tiles of pixels, and zeros in the last row of each plane.
-template <void (*multiply)(const Lanes*, Lanes*), int size, int border, typename Number>
-void to_planes(const Number* pixels, Number* planes, const Sizes& sizes) {
-    const std::vector<Number> zeros(sizes.channels);
-    for_tiles<size, border>(sizes, [&](const auto& tile) {
-        const Number* from[size][size];
-        for (int i = 0; i < size; ++i)
-            for (int j = 0; j < size; ++j)
-                from[i][j] = tile.offset[i][j] < 0 ? zeros.data() : pixels + tile.offset[i][j];
-        for (int64_t c = 0; c < sizes.channels; c += LANES) {
-            Lanes in[size][size], out[ACROSS][ACROSS];
-            for (int i = 0; i < size; ++i)
-                for (int j = 0; j < size; ++j) in[i][j] = load(from[i][j] + c);
-            transform<multiply>(in, out);
-            store_planes(out, planes + tile.first + c, sizes.plane);
-        }
-    });
-    for (int place = 1; place <= PLANES; ++place)
+// Fill the last row of each plane.
+template <int rows, typename Number>
+void write_zeros(Number* planes, const Sizes& sizes) {
+    for (int place = 1; place <= rows * rows; ++place)
         std::memset(planes + place * sizes.plane - sizes.channels, 0, sizes.channels * sizeof(Number));
 }
 
-template <typename Number>
-void images_to_planes(const Number* images, Number* planes, const int64_t* given) {
-    to_planes<images_by_row, ACROSS, 1>(images, planes, Sizes(given));
-}
-
-template <typename Number>
-void gradient_to_planes(const Number* gradient, Number* planes, const int64_t* given) {
-    to_planes<outputs_by_column, SIDE, 0>(gradient, planes, Sizes(given));
-}
-
-template <typename Number>
-void planes_to_outputs(const Number* planes, Number* outputs, const int64_t* given) {
-    const Sizes sizes(given);
-    for_tiles<SIDE, 0>(sizes, [&](const auto& tile) {
+// Planes of tiles of `across` x `across` pixels, one every `side` pixels, the first `border` pixels outside the image:
+// B' pixels B with a border, A gradient A' without.
+template <int side, int across, int rows, int64_t border, typename Matrix, typename Number>
+void to_planes(Matrix matrix, const Number* pixels, Number* planes, const Sizes& sizes) {
+    const std::vector<Number> zeros(sizes.channels);
+    for_tiles<across>(sizes, side, border, [&](const Tile<across>& tile) {
+        const Number* from[across][across];
+        for (int i = 0; i < across; ++i)
+            for (int j = 0; j < across; ++j)
+                from[i][j] = tile.offset[i][j] < 0 ? zeros.data() : pixels + tile.offset[i][j];
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
-            Lanes in[ACROSS][ACROSS], out[SIDE][SIDE];
-            load_planes(planes + tile.first + c, sizes.plane, in);
-            transform<outputs_by_row>(in, out);
-            for (int i = 0; i < SIDE; ++i)
-                for (int j = 0; j < SIDE; ++j)
+            Lanes in[across][across];
+            for (int i = 0; i < across; ++i)
+                for (int j = 0; j < across; ++j) in[i][j] = load(from[i][j] + c);
+            write_planes<rows, across>(matrix, in, planes, sizes, tile.first + c);
+        }
+    });
+    write_zeros<rows>(planes, sizes);
+}
+
+// out = matrix' * planes * matrix, for LANES channels of one tile at the offset `first`.
+template <int rows, int across, typename Matrix, typename Number>
+inline void from_planes(Matrix matrix, const Number* planes, const Sizes& sizes, int64_t first,
+                        Lanes (&out)[rows][rows]) {
+    Lanes in[across][across];
+    for (int i = 0; i < across; ++i)
+        for (int j = 0; j < across; ++j) in[i][j] = load(planes + (i * across + j) * sizes.plane + first);
+    transform<true, rows, across>(matrix, in, out);
+}
+
+// weights [outputs][3][3][channels] -> planes [position][outputs][channels]: G w G'
+template <int side, typename Number>
+void weights_to_planes(const float* weights, Number* planes, const int64_t* given) {
+    const int64_t outputs = given[0], channels = given[1];
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
+    constexpr int rows = side + 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t output = 0; output < outputs; ++output)
+        for (int64_t c = 0; c < channels; c += LANES) {
+            Lanes in[3][3], out[rows][rows];
+            for (int i = 0; i < 9; ++i) in[i / 3][i % 3] = load(weights + (output * 9 + i) * channels + c);
+            transform<false, rows, 3>(matrix, in, out);
+            for (int i = 0; i < rows * rows; ++i)
+                store(out[i / rows][i % rows], planes + (i * outputs + output) * channels + c);
+        }
+}
+
+// Gradient of the planes -> gradient of the weights.
+template <int side, typename Number>
+void planes_to_weights(const Number* planes, float* weights, const int64_t* given) {
+    const int64_t outputs = given[0], channels = given[1];
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
+    constexpr int rows = side + 2;
+#pragma omp parallel for schedule(static)
+    for (int64_t output = 0; output < outputs; ++output)
+        for (int64_t c = 0; c < channels; c += LANES) {
+            Lanes in[rows][rows], out[3][3];
+            for (int i = 0; i < rows * rows; ++i)
+                in[i / rows][i % rows] = load(planes + (i * outputs + output) * channels + c);
+            transform<true, 3, rows>(matrix, in, out);
+            for (int i = 0; i < 9; ++i) store(out[i / 3][i % 3], weights + (output * 9 + i) * channels + c);
+        }
+}
+
+template <int side, typename Number>
+void images_to_planes(const Number* images, Number* planes, const int64_t* given) {
+    const Sizes sizes(side, given);
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
+    to_planes<side, side + 2, side + 2, 1>(matrix, images, planes, sizes);
+}
+
+template <int side, typename Number>
+void gradient_to_planes(const Number* gradient, Number* planes, const int64_t* given) {
+    const Sizes sizes(side, given);
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
+    to_planes<side, side, side + 2, 0>(matrix, gradient, planes, sizes);
+}
+
+template <int side, typename Number>
+void planes_to_outputs(const Number* planes, Number* outputs, const int64_t* given) {
+    const Sizes sizes(side, given);
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
+    for_tiles<side>(sizes, side, 0, [&](const Tile<side>& tile) {
+        for (int64_t c = 0; c < sizes.channels; c += LANES) {
+            Lanes out[side][side];
+            from_planes<side, side + 2>(matrix, planes, sizes, tile.first + c, out);
+            for (int i = 0; i < side; ++i)
+                for (int j = 0; j < side; ++j)
                     if (tile.offset[i][j] >= 0) store(out[i][j], outputs + tile.offset[i][j] + c);
         }
     });
 }
 
 // Overlapping tiles of an image add up, in float32; one thread computes all tiles of LANES channels of an image.
-template <typename Number>
+template <int side, typename Number>
 void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* given) {
-    const Sizes sizes(given);
+    const Sizes sizes(side, given);
+    constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
+    constexpr int across = side + 2;
     const int64_t pixels = sizes.height * sizes.width;
 #pragma omp parallel
     {
@@ -224,63 +339,39 @@ void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* g
             for (int64_t c = 0; c < sizes.channels; c += LANES) {
                 std::memset(sums.data(), 0, sums.size() * sizeof(float));
                 const int64_t before = image * pixels * sizes.channels;
-                for (int64_t place = 0; place < sizes.down * sizes.across; ++place) {
-                    const int64_t line = image * sizes.down + place / sizes.across;
-                    const Tile<ACROSS, 1> tile(sizes, line, place % sizes.across);
-                    Lanes in[ACROSS][ACROSS], out[ACROSS][ACROSS];
-                    load_planes(planes + tile.first + c, sizes.plane, in);
-                    transform<images_by_column>(in, out);
-#pragma GCC unroll 36
-                    for (int i = 0; i < PLANES; ++i) {
-                        const int64_t offset = tile.offset[i / ACROSS][i % ACROSS];
-                        if (offset < 0) continue;
-                        float* to = sums.data() + (offset - before) / sizes.channels * LANES;
-                        store(load(to) + out[i / ACROSS][i % ACROSS], to);
+                for (int64_t line = image * sizes.down; line < (image + 1) * sizes.down; ++line)
+                    for (int64_t column = 0; column < sizes.across; ++column) {
+                        const Tile<across> tile(sizes, line, column, side, 1);
+                        Lanes out[across][across];
+                        from_planes<across, across>(matrix, planes, sizes, tile.first + c, out);
+                        for (int i = 0; i < across; ++i)
+                            for (int j = 0; j < across; ++j) {
+                                if (tile.offset[i][j] < 0) continue;
+                                float* to = sums.data() + (tile.offset[i][j] - before) / sizes.channels * LANES;
+                                store(load(to) + out[i][j], to);
+                            }
                     }
-                }
                 for (int64_t pixel = 0; pixel < pixels; ++pixel)
                     store(load(sums.data() + pixel * LANES), gradient + before + pixel * sizes.channels + c);
             }
     }
 }
 
-// weights [outputs][3][3][channels] -> planes [position][outputs][channels]
-template <typename Number>
-void weights_to_planes(const float* weights, Number* planes, const int64_t* given) {
-    const int64_t outputs = given[0], channels = given[1];
-#pragma omp parallel for schedule(static)
-    for (int64_t output = 0; output < outputs; ++output)
-        for (int64_t c = 0; c < channels; c += LANES) {
-            Lanes in[3][3], out[ACROSS][ACROSS];
-            for (int i = 0; i < 9; ++i) in[i / 3][i % 3] = load(weights + (output * 9 + i) * channels + c);
-            transform<weights_by_row>(in, out);
-            store_planes(out, planes + output * channels + c, outputs * channels);
-        }
-}
-
-// Gradient of the planes -> gradient of the weights.
-void planes_to_weights(const float* planes, float* weights, const int64_t* given) {
-    const int64_t outputs = given[0], channels = given[1];
-#pragma omp parallel for schedule(static)
-    for (int64_t output = 0; output < outputs; ++output)
-        for (int64_t c = 0; c < channels; c += LANES) {
-            Lanes in[ACROSS][ACROSS], out[3][3];
-            load_planes(planes + output * channels + c, outputs * channels, in);
-            transform<weights_by_column>(in, out);
-            for (int i = 0; i < 9; ++i) store(out[i / 3][i % 3], weights + (output * 9 + i) * channels + c);
-        }
-}
-
 }  // namespace
 
 // The address of each transform, which takes the addresses of its tensors and of their sizes.
-#define EXPORT(name)                                      \
-    extern "C" const auto name##_float32 = &name<float>; \
-    extern "C" const auto name##_bfloat16 = &name<bfloat16>;
-
-EXPORT(weights_to_planes)
-EXPORT(images_to_planes)
-EXPORT(gradient_to_planes)
-EXPORT(planes_to_outputs)
-EXPORT(planes_to_gradient)
-extern "C" const auto planes_to_weights_float32 = &planes_to_weights;
+#define EXPORT(name, side, Number, format) extern "C" const auto name##_##side##_##format = &name<side, Number>;
+#define EXPORT_ALL(side, Number, format)              \
+    EXPORT(weights_to_planes, side, Number, format)   \
+    EXPORT(images_to_planes, side, Number, format)    \
+    EXPORT(gradient_to_planes, side, Number, format)  \
+    EXPORT(planes_to_outputs, side, Number, format)   \
+    EXPORT(planes_to_gradient, side, Number, format)
+EXPORT_ALL(3, float, float32)
+EXPORT_ALL(4, float, float32)
+EXPORT_ALL(6, float, float32)
+EXPORT_ALL(3, bfloat16, bfloat16)
+EXPORT_ALL(4, bfloat16, bfloat16)
+EXPORT(planes_to_weights, 3, float, float32)
+EXPORT(planes_to_weights, 4, float, float32)
+EXPORT(planes_to_weights, 6, float, float32)

@@ -1,10 +1,10 @@
 """CONV: 3x3 convolutions on a CPU by Winograd's minimal filtering, in float32 or bf16.
 
-A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks" (arXiv:1509.09308): a tile of 4 x 4 outputs is
-A'[(G w G') * (B'xB)]A, where x is its 6 x 6 input pixels, w one kernel, and * multiplies elementwise. Over all channels
-and tiles the middle is one matrix product per position in a tile, with 4 times fewer multiplications than a direct
-convolution. Backward reverses the steps: gradients need the transposed transforms and products of the same size.
-winograd.cpp has the transforms.
+A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks" (arXiv:1509.09308): a tile of side x side
+outputs is A'[(G w G') * (B'xB)]A, where x is its (side + 2) x (side + 2) input pixels, w one kernel, and * multiplies
+elementwise. Over all channels and tiles the middle is one matrix product per position in a tile: for sides of 3, 4, 6
+with 3.24, 4, 5.06 times fewer multiplications than a direct convolution. Backward reverses the steps: gradients need
+the transposed transforms and products of the same size. winograd.cpp has the transforms.
 
 In bf16, images and planes are bf16; weights are transformed from float32, and their gradients are summed in float32.
 """
@@ -19,78 +19,92 @@ from torch.autograd.function import once_differentiable
 from utils.errors import ConfigError
 from utils.training.kernels.build import build, in_nhwc, name_of, run
 
-SIDE, PLANES = 4, 36  # of winograd.cpp
-# The next three were measured with two threads, float32 on a machine with AVX2, bf16 on one with AVX-512 BF16.
+# By number format of the images. In bf16, the rounding error relative to the outputs' standard deviation is 0.3 % for a
+# direct convolution, 1.5 and 1.2 % with sides of 3 and 4, but 5 % with 6.
+SIDES = {torch.float32: (3, 4, 6), torch.bfloat16: (3, 4)}
+# The next four were measured with two threads, float32 on a machine with AVX2, bf16 on one with AVX-512 BF16.
 TILES = {torch.float32: 128, torch.bfloat16: 256}  # per thread at a time: fast products, and planes fit the cache
 MIN_CHANNEL_PAIRS = 32 * 32  # input times output channels: with fewer the transforms cost as much as they save
 MAX_WORK_RATIO = 0.75  # above this fraction of the direct multiplications a direct convolution is as fast
+TRANSFORM_COST = {6: 1.3}  # by side: factor for the transforms of its 8 x 8 numbers
 CHANNELS = 16  # LANES of winograd.cpp, which takes multiples of this number of channels
 
 
-def count_tiles(images: Tensor) -> int:
+def best_side(images: Tensor) -> int | None:
+    """Return the tile side with the least work for images [N, C, H, W]; None if a direct convolution is as fast."""
+    sides = SIDES[images.dtype]
+    work = {side: count_tiles(images, side) * (side + 2) ** 2 * TRANSFORM_COST.get(side, 1) for side in sides}
+    side = min(sides, key=lambda side: work[side])
+    return side if work[side] <= MAX_WORK_RATIO * 9 * images.shape[2] * images.shape[3] else None
+
+
+def count_tiles(images: Tensor, side: int) -> int:
     """Tiles of one of the images [N, C, H, W]; those at the border reach beyond it."""
-    return -(-images.shape[2] // SIDE) * -(-images.shape[3] // SIDE)
+    return -(-images.shape[2] // side) * -(-images.shape[3] // side)
 
 
-def _parts(images: Tensor) -> Iterator[tuple[slice, int]]:
-    """Yield slices of the images to process one after the other, with their numbers of tiles."""
-    per_image = count_tiles(images)
+def _parts(images: Tensor, side: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+    """Yield slices of the images to process one after the other, with the sizes [position, tiles + 1] of their planes;
+    the transforms fill the extra row with zeros."""
+    per_image = count_tiles(images, side)
     at_once = max(1, TILES[images.dtype] * torch.get_num_threads() // per_image)
     for first in range(0, len(images), at_once):
         last = min(first + at_once, len(images))
-        yield slice(first, last), (last - first) * per_image
+        yield slice(first, last), ((side + 2) ** 2, (last - first) * per_image + 1)
 
 
-def _transform(name: str, source: Tensor, target: Tensor) -> Tensor:
+def _transform(name: str, side: int, source: Tensor, target: Tensor) -> Tensor:
     """Run a transform between images [N, C, H, W] and planes; return `target`."""
     count, channels, height, width = (source if source.dim() == 4 else target).shape
     sizes = torch.tensor((count, height, width, channels), device="cpu")
-    run("winograd", f"{name}_{name_of(target.dtype)}", source, target, sizes)
+    run("winograd", f"{name}_{side}_{name_of(target.dtype)}", source, target, sizes)
     return target
 
 
-def to_planes(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def to_planes(weight: Tensor, side: int, dtype: torch.dtype) -> Tensor:
     """Float32 weights [O, C, 3, 3] -> planes [position, O, C] in `dtype`."""
-    planes = weight.new_empty(PLANES, *weight.shape[:2], dtype=dtype)
+    planes = weight.new_empty((side + 2) ** 2, *weight.shape[:2], dtype=dtype)
     sizes = torch.tensor(weight.shape[:2], device="cpu")
-    run("winograd", f"weights_to_planes_{name_of(dtype)}", in_nhwc(weight), planes, sizes)
+    run("winograd", f"weights_to_planes_{side}_{name_of(dtype)}", in_nhwc(weight), planes, sizes)
     return planes
 
 
-def _from_planes(planes: Tensor) -> Tensor:
+def _from_planes(planes: Tensor, side: int) -> Tensor:
     """Gradient of the planes [position, O, C] -> of the weights [O, C, 3, 3], both float32."""
     sizes = *planes.shape[1:], 3, 3
     gradient = torch.empty(sizes, dtype=planes.dtype, device="cpu", memory_format=torch.channels_last)
-    run("winograd", "planes_to_weights_float32", planes, gradient, torch.tensor(planes.shape[1:], device="cpu"))
+    sizes_of_weights = torch.tensor(planes.shape[1:], device="cpu")
+    run("winograd", f"planes_to_weights_{side}_float32", planes, gradient, sizes_of_weights)
     return gradient
 
 
 class _WinogradConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        images, weights = in_nhwc(images), to_planes(weight, images.dtype)
+    def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, side: int) -> Tensor:
+        images, weights = in_nhwc(images), to_planes(weight, side, images.dtype)
         outputs, channels = weight.shape[:2]
         sizes = len(images), outputs, *images.shape[2:]
         out = torch.empty(sizes, dtype=images.dtype, device="cpu", memory_format=torch.channels_last)
-        for part, tiles in _parts(images):
-            pixels, products = (images.new_empty(PLANES, tiles + 1, number) for number in (channels, outputs))
-            torch.bmm(_transform("images_to_planes", images[part], pixels), weights.mT, out=products)
-            _transform("planes_to_outputs", products, out[part])
-        ctx.save_for_backward(images, weights)  # `weights` takes four times the memory of `weight`
+        for part, plane in _parts(images, side):
+            pixels, products = (images.new_empty(*plane, number) for number in (channels, outputs))
+            torch.bmm(_transform("images_to_planes", side, images[part], pixels), weights.mT, out=products)
+            _transform("planes_to_outputs", side, products, out[part])
+        ctx.save_for_backward(images, weights)  # `weights` takes up to seven times the memory of `weight`
+        ctx.side = side
         return out if bias is None else out.add_(bias.view(1, -1, 1, 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (images, weights), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        (images, weights), wanted, side = ctx.saved_tensors, ctx.needs_input_grad, ctx.side
         gradient, (_, outputs, channels) = in_nhwc(gradient), weights.shape
         image_gradient = torch.empty_like(images) if wanted[0] else None
         weight_planes: Tensor | None = None  # the gradient of `weights`
-        for part, tiles in _parts(images):
-            output_planes, image_planes = (images.new_empty(PLANES, tiles + 1, size) for size in (outputs, channels))
-            _transform("gradient_to_planes", gradient[part], output_planes)
+        for part, plane in _parts(images, side):
+            output_planes, image_planes = (images.new_empty(*plane, size) for size in (outputs, channels))
+            _transform("gradient_to_planes", side, gradient[part], output_planes)
             if wanted[1]:
-                _transform("images_to_planes", images[part], image_planes)
+                _transform("images_to_planes", side, images[part], image_planes)
                 # with `out`: without it autocast changes the format, if backward runs within autocast
                 if weight_planes is None:
                     weight_planes = torch.bmm(output_planes.mT, image_planes, out=torch.empty_like(weights)).float()
@@ -100,9 +114,10 @@ class _WinogradConvolution(torch.autograd.Function):
                     weight_planes += torch.bmm(output_planes.mT, image_planes, out=torch.empty_like(weights))
             if image_gradient is not None:
                 torch.bmm(output_planes, weights, out=image_planes)
-                _transform("planes_to_gradient", image_planes, image_gradient[part])
-        weight_gradient = _from_planes(weight_planes) if weight_planes is not None else None
-        return image_gradient, weight_gradient, gradient.sum((0, 2, 3), dtype=torch.float32) if wanted[2] else None
+                _transform("planes_to_gradient", side, image_planes, image_gradient[part])
+        weight_gradient = _from_planes(weight_planes, side) if weight_planes is not None else None
+        bias_gradient = gradient.sum((0, 2, 3), dtype=torch.float32) if wanted[2] else None
+        return image_gradient, weight_gradient, bias_gradient, None
 
 
 class WinogradConv2d(nn.Conv2d):
@@ -113,18 +128,17 @@ class WinogradConv2d(nn.Conv2d):
         casts = torch.is_autocast_enabled("cpu") and images.is_cpu and images.dtype in TILES
         if casts:
             images = images.to(torch.get_autocast_dtype("cpu"))
-        if not self._suits(images, casts):
+        side = best_side(images) if self._takes(images, casts) else None
+        if side is None:
             return super().forward(images)
         # float32 weights, so that they are transformed and their gradients summed in float32
-        return _WinogradConvolution.apply(images, self.weight.float(), self.bias)  # type: ignore[no-any-return]
+        return _WinogradConvolution.apply(images, self.weight.float(), self.bias, side)  # type: ignore[no-any-return]
 
-    def _suits(self, images: Tensor, casts: bool) -> bool:
-        """Whether Winograd's method takes these images and is faster. PyTorch reports what is wrong with others."""
+    def _takes(self, images: Tensor, casts: bool) -> bool:
+        """Whether Winograd's method takes these images. PyTorch reports what is wrong with others."""
         same = images.dtype == self.weight.dtype or (self.weight.dtype == torch.float32 and casts)
         whole = images.dim() == 4 and len(images) > 0 and images.shape[1] == self.in_channels
-        if not (images.is_cpu and images.dtype in TILES and same and whole):
-            return False
-        return count_tiles(images) * PLANES <= MAX_WORK_RATIO * 9 * images.shape[2] * images.shape[3]
+        return images.is_cpu and images.dtype in TILES and same and whole
 
 
 def use_winograd(model: nn.Module) -> None:
