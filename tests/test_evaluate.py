@@ -15,7 +15,7 @@ import api
 import train
 from tests.conftest import tiny_config
 from tests.processes import run_job
-from tools import evaluate, export
+from tools import evaluate
 from tools.shared.read_runs import read_records
 from train import Trainer
 from utils.config.command_line import Arguments
@@ -264,29 +264,6 @@ def test_classes_in_another_order_are_matched_by_name(run, monkeypatch):
     monkeypatch.setattr(build, "load_dataset", lambda *_, **__: reordered)
     found = results(run)
     assert (found["acc1"], found["confusion"]) == (expected["acc1"], expected["confusion"])
-
-
-class FillsABuffer(torch.nn.Module):
-    """Registers a buffer as None, and fills it in its first forward pass."""
-
-    def __init__(self, num_classes):
-        super().__init__()
-        self.head = torch.nn.Linear(3, num_classes)
-        self.register_buffer("centre", None)
-
-    def forward(self, images):
-        means = images.mean((2, 3))
-        if self.centre is None:
-            self.centre = means.detach().mean(0)
-        return self.head(means - self.centre)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch.export
-def test_a_buffer_that_is_none_at_first_is_loaded(tmp_path, capsys):
-    train_run(tmp_path, model=f"{__name__}:FillsABuffer")
-    assert results(tmp_path)["acc1"] == last_record(tmp_path, "end")["last_acc1"]
-    assert export.main([str(tmp_path)]) == 0
-    assert "logits differ from the trained network's by at most" in capsys.readouterr().out
 
 
 def test_many_classes_are_counted_without_a_matrix_in_the_file():

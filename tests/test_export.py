@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -13,7 +12,7 @@ from tools import export
 from tools.shared.read_runs import read_records
 from train import Trainer
 from utils.config import Config
-from utils.data.datasets.dataset import load_dataset
+from utils.data.datasets.dataset import load_dataset, spread_over_classes
 from utils.errors import ExpectedError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch.export
@@ -23,7 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torc
 def image_batch(tmp_path_factory):
     """Pixels and labels of the two batches that the tiny run validates on."""
     valid = load_dataset("shapes", tmp_path_factory.mktemp("no files"), download=False).valid
-    return torch.from_numpy(np.ascontiguousarray(valid.images[:200])), torch.from_numpy(valid.labels[:200])
+    chosen = spread_over_classes(valid.labels, 200)
+    return torch.from_numpy(valid.images[chosen]), torch.from_numpy(valid.labels[chosen])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_p
     logits = torch.export.load(tmp_path / "export/model.pt2").module()(pixels)
     best = max(record["acc1/valid"] for record in read_records(tmp_path / "metrics.jsonl", "epoch"))
     found = (logits.argmax(1) == labels).float().mean().item()
-    assert best > 0.15
+    assert best > 0.12  # a guess: 0.1
     # O2 validates with half-precision weights, which may change a few of 200 predictions
     assert found == pytest.approx(best, abs=0.02 if "opt_level" in changes else 1e-6)
     assert f"best acc1 {100 * best:.2f} %" in printed
@@ -74,11 +74,11 @@ def test_a_program_that_differs_is_refused(factor, difference):
 def test_the_program_is_compared_with_the_network_that_was_trained(tiny, one_rank, tmp_path, monkeypatch, capsys):
     """Our own layers replace the network's before training; here the replacement doubles the logits."""
 
-    def replace_wrongly(config, model):
+    def replace_wrongly(config, model, *_):
         model.register_forward_hook(lambda module, images, logits: 2 * logits)
-        return model
+        return []
 
-    monkeypatch.setattr("utils.training.classifier.pad_stem", replace_wrongly)
+    monkeypatch.setattr("utils.training.classifier.use_kernels", replace_wrongly)
     Trainer(tiny(), one_rank, tmp_path, "tiny", "auto").train()
     assert export.main([str(tmp_path)]) == 1
     assert "differs from the trained network by 5.0e-01 of the largest logit" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from tools.shared.command_line import new_parser, path_argument
 from tools.shared.output import make_folder
-from tools.shared.trained import add_saved_buffers, load_classifier, open_trained
+from tools.shared.trained import load_classifier, open_trained
 from utils.errors import CheckpointError, ExpectedError, exit_in_a_line
 from utils.user_code import user_code_errors
 
@@ -59,7 +59,6 @@ def export(path: Path, folder: Path) -> list[str]:
     as_trained = replace(trained, config=config.model_copy(update=float32))
     classifier = load_classifier(as_trained, World(0, 0, 1, torch.device("cpu")))
     model, saved = build_model(config, shape[-1]), state["average"]["module"] if state["average"] else state["model"]
-    add_saved_buffers(model, saved)
     model.load_state_dict(saved)  # in float32, whatever opt_level trained in
     normalise = Normalise(state["data"]["mean"], state["data"]["std"], torch.device("cpu"), torch.contiguous_format)
 

@@ -17,7 +17,7 @@ from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from utils.data.datasets.dataset import Split
     from utils.data.loader import Loader
@@ -115,19 +115,10 @@ def load_classifier(trained: Trained, world: "World") -> "Classifier":
     build = partial(build_model, image_side=trained.image_shape[-1])
     config = trained.config.model_copy(update={"fuse_norm_relu": False})  # only training is fused
     classifier = build_classifier(config, build, world)
-    add_saved_buffers(classifier.model, trained.state["model"])
     check_tensors_fit(trained.path, trained.state, classifier.model.state_dict())
     classifier.load_network(trained.state)
     merge_buffers(classifier, trained.state["ranks"])
     return classifier
-
-
-def add_saved_buffers(network: "nn.Module", saved: Mapping[str, Any]) -> None:
-    """Create the buffers that are None until a forward pass fills them, if `saved` has them."""
-    for prefix, module in network.named_modules():
-        for name in [name for name, buffer in module._buffers.items() if buffer is None]:
-            if (value := saved.get(f"{prefix}.{name}" if prefix else name)) is not None:
-                module._buffers[name] = value.to(next(network.parameters()).device, copy=True)
 
 
 def find_split(
