@@ -1,7 +1,10 @@
 """The loader contract of utils.data, for every backend."""
 
+import errno
+import multiprocessing
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -318,15 +321,37 @@ def return_what_cannot_be_sent(dataset, index):
     return threading.Lock()
 
 
+def use_up_the_files(dataset, index):
+    """The worker opens a file for each tensor that it sends."""
+    limit = len(os.listdir("/proc/self/fd")) - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    return torch.ones(5)
+
+
+def cannot_start(*_):
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+KILLED = r"error: (a )?loader worker.* was killed, as the kernel does"
+TOO_MANY = r"error: too many open files: .* \(ulimit -n 65536\).*\n$"
+
+
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("read", [kill_the_worker, return_what_cannot_be_sent])
-def test_a_worker_that_ends_ends_the_run_in_a_line(tiny, tmp_path, monkeypatch, capsys, read):
-    monkeypatch.setattr(AugmentedImages, "__getitem__", read)
+@pytest.mark.parametrize(
+    ("owner", "name", "action", "message"),
+    [
+        (AugmentedImages, "__getitem__", kill_the_worker, KILLED),
+        (AugmentedImages, "__getitem__", return_what_cannot_be_sent, KILLED),
+        (AugmentedImages, "__getitem__", use_up_the_files, TOO_MANY),
+        (multiprocessing.process.BaseProcess, "start", cannot_start, TOO_MANY),
+    ],
+)
+def test_a_worker_that_ends_ends_the_run_in_a_line(tiny, tmp_path, monkeypatch, capfd, owner, name, action, message):
+    monkeypatch.setattr(owner, name, action)
     config = tiny(data_loader="torchvision", num_data_workers=1)
     assert main(Arguments(config, "default", tmp_path, "auto", dry_run=False)) == 1
-    error = capsys.readouterr().err
-    assert re.match(r"error: (a )?loader worker.* was killed, as the kernel does", error)
-    assert "Traceback" not in error
+    error = "".join(line for line in capfd.readouterr().err.splitlines(True) if "cannot send a batch" not in line)
+    assert re.match(message, error) and "Traceback" not in error
 
 
 # ---- the whole command

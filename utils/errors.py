@@ -26,6 +26,8 @@ LOST_RANK = re.compile(
     re.IGNORECASE,
 )
 OUT_OF_MEMORY = re.compile("out of memory|can(?:'|no)t allocate memory", re.IGNORECASE)
+# of the system, or of PyTorch when it passes a tensor between processes; or a loader worker's exit code (EMFILE)
+TOO_MANY_FILES = re.compile("too many open files|items of ancdata|exit codes? .*\\b24\\b", re.IGNORECASE)
 REQUESTED_MEMORY = re.compile(r"(?:tried|unable) to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 # DDP's message at the second step if some parameters got no gradient in the first.
@@ -161,7 +163,12 @@ def unicode_note(unknown: Iterable[str], known: Iterable[str]) -> str:
 def explain(error: Exception) -> ExpectedError | None:
     """Return the user's message for a failure of the machine or of another process; None if it may be a bug."""
     text, found = str(error), error if isinstance(error, ExpectedError) else None
-    if found is None and "DataLoader worker" in text:
+    if found is None and isinstance(error, RuntimeError | OSError) and TOO_MANY_FILES.search(text):
+        found = ExpectedError(
+            "too many open files: raise the limit before the start (ulimit -n 65536), or use fewer num_data_workers or "
+            "data_loader=device"
+        )
+    elif found is None and "DataLoader worker" in text:
         found = ExpectedError(_explain_loader_worker(text))
     elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(text)):
         found = ExpectedError(_explain_memory(error))

@@ -144,9 +144,12 @@ class TorchvisionLoader(Loader):
         while True:
             try:
                 batch = next(batches, None)
-            except (EOFError, ConnectionError) as error:  # the connection to a worker that has just died
+            except (EOFError, ConnectionError, RuntimeError) as error:  # such as a broken connection to a dead worker
                 time.sleep(EXIT_SECONDS)  # PyTorch's SIGCHLD handler raises its RuntimeError here, not in a later line
-                raise RuntimeError(f"DataLoader worker is lost: {error!r}") from None
+                codes = [worker.exitcode for worker in getattr(batches, "_workers", ())]
+                if isinstance(error, RuntimeError) and 24 not in codes:  # EMFILE, see `_end_worker`
+                    raise
+                raise RuntimeError(f"DataLoader worker is lost: {error!r}, exit codes {codes}") from None
             if batch is None:
                 return
             if isinstance(batch, ExpectedError):
@@ -176,7 +179,7 @@ def init_worker(worker: int) -> None:
 
 def _end_worker(error: Exception, batch: object) -> None:
     print_error(f"a loader worker cannot send a batch: {error}")
-    os._exit(1)
+    os._exit(getattr(error, "errno", None) or 1)  # the trainer explains 24, too many open files
 
 
 class DeviceLoader(Loader):
