@@ -82,6 +82,13 @@ def test_damage_is_an_error_that_names_the_file_and_the_remedy(tiny, tmp_path, d
     assert message.endswith(f"\n{command} (without a network: --from ARCHIVE)") and message.count("\n") == 1
 
 
+def test_the_same_records_in_another_order_are_accepted(tiny, tmp_path):
+    for name in tiny.records:
+        tiny.records[name][:] = tiny.records[name][::-1].copy()
+    tiny.write_binary(tmp_path)
+    assert_holds(load(tiny, tmp_path), tiny)
+
+
 # ---- absent, or torchvision's version
 
 
