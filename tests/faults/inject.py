@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tools.shared.command_line import add_count, as_settings, at_least_one, new_parser
-from tools.shared.output import print_table, say
+from tools.shared.output import print_table
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import find_launch
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = [(kind, *(str(found[column]) for column in COLUMNS)) for kind, found in counts.items()]
             title = f"single bit flips in checked steps, {world.world_size} rank(s)"
             print_table(title, ("kind of tensor", *COLUMNS), rows)
-            say("\n".join([*problems, f"{len(problems)} flips missed or misnamed, or false alarms"]))
+            print("\n".join([*problems, f"{len(problems)} flips missed or misnamed, or false alarms"]))
 
     return run_ranks(act, config.device, config.rank_timeout_seconds) or status
 
