@@ -1,7 +1,6 @@
 """The mutation test distinguishes killed, surviving, stale and untested mutants."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -23,18 +22,6 @@ FILES = {
 }
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A repository with one tested and one untested function."""
-    folder = tmp_path / "tree"
-    folder.mkdir()
-    for name, content in FILES.items():
-        (folder / name).write_text(content)
-    for arguments in (["init", "-q"], ["add", "."]):
-        subprocess.run(["git", *arguments], cwd=folder, check=True)
-    return folder
-
-
 @pytest.mark.parametrize(
     "only, status, states",
     [
@@ -43,12 +30,14 @@ def tree(tmp_path: Path) -> Path:
         (["adds one"], 0, ["killed"]),
     ],
 )
-def test_each_state_is_reported(
-    tree: Path, tmp_path: Path, only: list[str], status: int, states: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    tables = tmp_path / "tables"
-    tables.mkdir()
-    (tables / "sums.yaml").write_text(TABLE)
+def test_each_state_is_reported(tmp_path, only, status, states, capsys):
+    tables, tree = tmp_path / "tables", tmp_path / "tree"
+    for folder, files in ((tables, {"sums.yaml": TABLE}), (tree, FILES)):
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_text(content)
+    for command in ("git init -q", "git add ."):
+        subprocess.run(command.split(), cwd=tree, check=True)
     assert main(["--jobs", "1", "--only", *only], tables, tree) == status
     *lines, score = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == states
@@ -56,6 +45,10 @@ def test_each_state_is_reported(
     assert (tree / "sums.py").read_text() == FILES["sums.py"]
 
 
-def test_no_mutant_is_stale() -> None:
-    mutants = read_mutants(HERE)
-    assert [mutant.name for mutant in mutants if (ROOT / mutant.file).read_text("utf-8").count(mutant.old) != 1] == []
+def test_no_mutant_is_stale():
+    stale = [
+        mutant["name"]
+        for mutant in read_mutants(HERE)
+        if (ROOT / mutant["file"]).read_text("utf-8").count(mutant["old"]) != 1
+    ]
+    assert stale == []

@@ -14,121 +14,83 @@ fail without the mutant.
 
 import argparse
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from ruamel.yaml import YAML
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 NO_TESTS = 5  # pytest's exit status
-State = Literal["killed", "survived", "stale", "untested"]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One wrong change, and the tests that should fail."""
-
-    table: str  # the name of its YAML file
-    file: str
-    name: str
-    old: str
-    new: str
-    tests: str  # files, with spaces between
-    k: str = ""  # empty: all tests of these files
+Mutant = dict[str, Any]  # an entry, and "table": the name of its YAML file, and "file"
 
 
 def read_mutants(folder: Path) -> list[Mutant]:
     """Read the mutants of all YAML files in `folder`."""
     return [
-        Mutant(path.stem, file, **fields)
+        {"table": path.stem, "file": file, "k": ""} | entry
         for path in sorted(folder.glob("*.yaml"))
-        for file, listed in YAML(typ="safe").load(path).items()
-        for fields in listed
+        for file, entries in YAML(typ="safe").load(path).items()
+        for entry in entries
     ]
 
 
-@contextmanager
-def copied(root: Path) -> Iterator[Path]:
-    """Yield a temporary folder with the tracked files of `root`."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+def run_tests(root: Path, tests: str, k: str, limit: float, mutant: Mutant | None = None) -> int | None:
+    """Run tests in a copy of the tracked files, with a mutant; return pytest's exit status, -1 after `limit` seconds,
+    None for a stale mutant."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        for name in filter(None, listed.split("\0")):
-            if os.path.lexists(root / name):
-                target = Path(folder, name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(root / name, target, follow_symlinks=False)
-        yield Path(folder)
+        copy = f"git ls-files -z | xargs -0 cp -P --parents -t {folder}"
+        subprocess.run(copy, shell=True, cwd=root, stderr=subprocess.DEVNULL, check=False)  # without deleted files
+        if mutant:
+            path = Path(folder, mutant["file"])
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
+            if text.count(mutant["old"]) != 1:
+                return None
+            path.write_text(text.replace(mutant["old"], mutant["new"]), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests.split()]
+        process = subprocess.Popen(
+            [*command, "-k", k], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return -1
+        finally:
+            if process.poll() is None:  # with its child processes
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
-def run_tests(folder: Path, tests: str, k: str, limit: float) -> int:
-    """Return pytest's exit status; -1 after `limit` seconds."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests.split()]
-    process = subprocess.Popen(
-        [*command, *(["-k", k] if k else [])],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return -1
-    finally:
-        if process.poll() is None:  # with its child processes
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def check_tests(root: Path, mutants: Sequence[Mutant], limit: float, pool: ThreadPoolExecutor) -> Mapping[str, bool]:
-    """Return {test files: whether the tests that mutants select from them pass without a mutant}."""
-    selected: dict[str, set[str]] = {}
+def run_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float) -> list[str]:
+    """Test all mutants; print and return the state of each."""
+    selected: dict[str, set[str]] = {}  # {test files: the tests that mutants select from them}
     for mutant in mutants:
-        selected.setdefault(mutant.tests, set()).add(mutant.k)
+        selected.setdefault(mutant["tests"], set()).add(mutant["k"])
 
     def passes(tests: str) -> bool:
         parts = selected[tests]
         k = "" if "" in parts else " or ".join(f"({part})" for part in sorted(parts))
-        with copied(root) as folder:
-            return run_tests(folder, tests, k, limit * len(parts)) == 0
+        return run_tests(root, tests, k, limit * len(parts)) == 0
 
-    return dict(zip(selected, pool.map(passes, selected), strict=True))
+    def decide(mutant: Mutant) -> str:
+        state = "untested"
+        if sound[mutant["tests"]]:
+            status = run_tests(root, mutant["tests"], mutant["k"], limit, mutant)
+            state = {0: "survived", NO_TESTS: "untested", None: "stale"}.get(status, "killed")
+        print("{:9} {table}: {name} ({file}; {tests})".format(state, **mutant), flush=True)
+        return state
 
-
-def run_mutant(root: Path, mutant: Mutant, limit: float) -> State:
-    """Test a mutant whose tests pass without it."""
-    with copied(root) as folder:
-        path = folder / mutant.file
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if text.count(mutant.old) != 1:
-            return "stale"
-        path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        status = run_tests(folder, mutant.tests, mutant.k, limit)
-    return {0: "survived", NO_TESTS: "untested"}.get(status, "killed")  # type: ignore[return-value]
-
-
-def run_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float) -> dict[Mutant, State]:
-    """Test all mutants and print each state."""
     with ThreadPoolExecutor(jobs) as pool:
-        sound = check_tests(root, mutants, limit, pool)
-
-        def decide(mutant: Mutant) -> State:
-            state = run_mutant(root, mutant, limit) if sound[mutant.tests] else "untested"
-            print(f"{state:9} {mutant.table}: {mutant.name} ({mutant.file}; {mutant.tests})", flush=True)
-            return state
-
-        return dict(zip(mutants, pool.map(decide, mutants), strict=True))
+        sound = dict(zip(selected, pool.map(passes, selected), strict=True))
+        return list(pool.map(decide, mutants))
 
 
 def main(argv: Sequence[str] | None = None, folder: Path = HERE, root: Path = ROOT) -> int:
@@ -143,16 +105,15 @@ def main(argv: Sequence[str] | None = None, folder: Path = HERE, root: Path = RO
     options = parser.parse_args(argv)
     mutants = read_mutants(folder)
     if options.only:
-        mutants = [mutant for mutant in mutants if any(text in mutant.name for text in options.only)]
+        mutants = [mutant for mutant in mutants if any(text in mutant["name"] for text in options.only)]
     if options.list:
-        print("\n".join(f"{mutant.table}: {mutant.name} ({mutant.file})" for mutant in mutants))
+        print("\n".join("{table}: {name} ({file})".format(**mutant) for mutant in mutants))
         return 0
     states = run_all(root, mutants, options.jobs, options.limit)
-    for table in sorted({mutant.table for mutant in mutants}):
-        counts = Counter(state for mutant, state in states.items() if mutant.table == table)
+    for table in sorted({mutant["table"] for mutant in mutants}):
+        counts = Counter(state for mutant, state in zip(mutants, states, strict=True) if mutant["table"] == table)
         print(f"{table}: {counts['killed']} of {counts.total()} killed, {dict(counts)}")
-    found = set(states.values())
-    return 2 if found & {"stale", "untested"} else int("survived" in found)
+    return 2 if {"stale", "untested"} & {*states} else int("survived" in states)
 
 
 if __name__ == "__main__":
