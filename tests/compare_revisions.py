@@ -21,8 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +32,6 @@ LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_
 # values of metrics.jsonl that differ from run to run
 MEASURED = ("seconds", "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "joules", "joules_per_image")
 COMPARED = ("model", "average", "optimizer", "plateau", "best", "step")  # parts of a checkpoint
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run of train.py."""
-
-    block: str
-    overrides: dict[str, Any]
-    ranks: int = 1
-    is_stopped: bool = False  # in mid-epoch by a signal, then resumed
-    needs_cifar: bool = False
 
 
 SHAPES = {"dataset": "shapes", "num_classes": 10, "data_loader": "device", "model": "resnet8"}
@@ -59,76 +46,74 @@ BF16 = {"amp_dtype": "bf16", "batch_size": 16, "valid_batch_size_per_gpu": 20, "
 BF16 |= {"limit_train_batches": 4, "max_epochs": 3, "log_freq": 2}
 RESUMED = SHAPES | SHORT | {"checkpoint_every_steps": 1, "keep_checkpoints": 100, "limit_train_batches": 20}
 
-RUNS = {
-    "quickstart": Run("quickstart", {"limit_train_batches": 20, "enable_amp": False}),
-    "bf16": Run("quickstart", SHORT | BF16 | {"enable_amp": True}),
-    "bs128": Run("bs128", SHORT | {"model": "resnet8"}, needs_cifar=True),
-    "small-images": Run("cifar100-cpu-plain", SHORT | ONEDNN | SMALL_IMAGES | {"max_epochs": 5}, needs_cifar=True),
-    "accumulation": Run("bs2048-opt", SHORT | {"model": "resnet8", "limit_train_batches": 2}, needs_cifar=True),
-    "two-ranks": Run("bs128-opt", SHAPES | SHORT, ranks=2),
-    "average": Run("quickstart", SHORT | {"ema_decay": 0.9}),
-    "mixed": Run("quickstart", SHORT | {"cutmix_alpha": 1.0, "mixup_alpha": 0.2, "cutout_size": 8}),
-    "half-weights": Run("bs128", SHAPES | SHORT | BF16 | {"opt_level": "O2", "clip_grad_norm": 1.0}),
-    "muon": Run("bs128", SHAPES | SHORT | {"optimizer": "muon", "lr": 0.01, "weight_decay_bn_bias": False}),
-    "plateau": Run("bs128", SHAPES | SHORT | {"lr_schedule": "plateau/0", "max_epochs": 5, "lr": 1e-4}),
-    "resumed": Run("bs128-opt", RESUMED, is_stopped=True),
-    "two-ranks-resumed": Run("bs128-opt", RESUMED | {"ema_decay": 0.9}, ranks=2, is_stopped=True),
+# {name: (block, overrides)}; two-ranks... have two ranks; ...resumed are stopped in mid-epoch and resumed
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "quickstart": ("quickstart", {"limit_train_batches": 20, "enable_amp": False}),
+    "bf16": ("quickstart", SHORT | BF16 | {"enable_amp": True}),
+    "bs128": ("bs128", SHORT | {"model": "resnet8"}),
+    "small-images": ("cifar100-cpu-plain", SHORT | ONEDNN | SMALL_IMAGES | {"max_epochs": 5}),
+    "accumulation": ("bs2048-opt", SHORT | {"model": "resnet8", "limit_train_batches": 2}),
+    "two-ranks": ("bs128-opt", SHAPES | SHORT),
+    "average": ("quickstart", SHORT | {"ema_decay": 0.9}),
+    "mixed": ("quickstart", SHORT | {"cutmix_alpha": 1.0, "mixup_alpha": 0.2, "cutout_size": 8}),
+    "half-weights": ("bs128", SHAPES | SHORT | BF16 | {"opt_level": "O2", "clip_grad_norm": 1.0}),
+    "muon": ("bs128", SHAPES | SHORT | {"optimizer": "muon", "lr": 0.01, "weight_decay_bn_bias": False}),
+    "plateau": ("bs128", SHAPES | SHORT | {"lr_schedule": "plateau/0", "max_epochs": 5, "lr": 1e-4}),
+    "resumed": ("bs128-opt", RESUMED),
+    "two-ranks-resumed": ("bs128-opt", RESUMED | {"ema_decay": 0.9}),
 }
+NEEDS_CIFAR = ("bs128", "small-images", "accumulation")
 
 
 class RunFailed(Exception):
     """A revision could not finish a run."""
 
 
-@dataclass
-class Training:
-    """A run in processes of one thread each, in the checkout `tree`."""
+def start(name: str, tree: Path, folder: Path) -> subprocess.Popen[str]:
+    """Start a run in processes of one thread each, in the checkout `tree`."""
+    launcher = [sys.executable]
+    if name.startswith("two-ranks"):
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+    block, overrides = RUNS[name]
+    data = {"data_path": os.environ.get("CIFAR_DATA", "nowhere"), "log_to_tensorboard": False, "device": "cpu"}
+    sets = [f"--set={key}={json.dumps(value)}" for key, value in (overrides | data).items()]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [*launcher, "train.py", f"--config={block}", f"--run-dir={folder}", *sets]
+    return subprocess.Popen(
+        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
-    run: Run
-    tree: Path
-    folder: Path
-    process: subprocess.Popen[str] = field(init=False)
 
-    def start(self) -> None:
-        launcher = [sys.executable]
-        if self.run.ranks > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.run.ranks}"]
-            launcher += ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
-        data = {"data_path": os.environ.get("CIFAR_DATA", "nowhere"), "log_to_tensorboard": False, "device": "cpu"}
-        sets = [f"--set={key}={json.dumps(value)}" for key, value in (self.run.overrides | data).items()]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
-        self.process = subprocess.Popen(
-            [*launcher, "train.py", f"--config={self.run.block}", f"--run-dir={self.folder}", *sets],
-            cwd=self.tree,
-            env=environment | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+def checkpoints(folder: Path) -> list[Path]:
+    return list(folder.glob("checkpoints/step-*.pt"))
 
-    def stop_in_mid_epoch(self) -> None:
-        """Send SIGUSR1 after a few steps and wait for the end."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while len(self._checkpoints()) < 3 and self.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self.process.send_signal(signal.SIGUSR1)
-        _, errors = self.process.communicate(timeout=TIMEOUT_SECONDS)
-        if self.process.returncode == 0 or not self._checkpoints():
-            raise RunFailed(f"{self.tree}: the run was not stopped in mid-epoch\n{errors}")
 
-    def finish(self) -> dict[str, Any]:
-        """Wait for the end; return the last checkpoint, and the records of metrics.jsonl without measured values."""
-        _, errors = self.process.communicate(timeout=TIMEOUT_SECONDS)
-        if self.process.returncode != 0:
-            raise RunFailed(f"{self.tree}: train.py ended with status {self.process.returncode}\n{errors}")
-        state = torch.load(max(self._checkpoints()), weights_only=True)
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        records = [record for line in lines if (record := json.loads(line))["kind"] in ("step", "epoch", "end")]
-        metrics = [{key: row[key] for key in row if not key.endswith(MEASURED)} for row in records]
-        return {name: state[name] for name in COMPARED} | {"metrics": metrics}
+def stop_in_mid_epoch(process: subprocess.Popen[str], folder: Path) -> None:
+    """Send SIGUSR1 after a few steps and wait for the end."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while len(checkpoints(folder)) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    if process.returncode == 0 or not checkpoints(folder):
+        raise RunFailed(f"the run was not stopped in mid-epoch\n{errors}")
 
-    def _checkpoints(self) -> list[Path]:
-        return list(self.folder.glob("checkpoints/step-*.pt"))
+
+def finish(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+    """Wait for the end; return the last checkpoint, and the records of metrics.jsonl without measured values."""
+    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    if process.returncode != 0:
+        raise RunFailed(f"{' '.join(map(str, process.args))} ended with status {process.returncode}\n{errors}")
+    state = torch.load(max(checkpoints(folder)), weights_only=True)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        {key: value for key, value in record.items() if not key.endswith(MEASURED)}
+        for record in records
+        if record["kind"] in ("step", "epoch", "end")
+    ]
+    return {name: state[name] for name in COMPARED} | {"metrics": metrics}
 
 
 def differences(first: Any, second: Any, place: str) -> Iterator[str]:
@@ -149,33 +134,20 @@ def differences(first: Any, second: Any, place: str) -> Iterator[str]:
         yield f"{place}: {first!r} and {second!r}"
 
 
-def compare(run: Run, trees: list[Path], work: Path) -> list[str]:
+def compare(name: str, trees: list[Path], work: Path) -> list[str]:
     """Train one run in both checkouts at the same time and return their differences."""
-    trainings = [Training(run, tree, work / str(number)) for number, tree in enumerate(trees)]
+    places = [(tree, work / str(number)) for number, tree in enumerate(trees)]
+    processes = [start(name, *place) for place in places]
     try:
-        for training in trainings:
-            training.start()
-        if run.is_stopped:
-            for training in trainings:
-                training.stop_in_mid_epoch()
-            for training in trainings:
-                training.start()
-        reference, here = [training.finish() for training in trainings]
+        if name.endswith("resumed"):
+            for process, (_, folder) in zip(processes, places, strict=True):
+                stop_in_mid_epoch(process, folder)
+            processes = [start(name, *place) for place in places]
+        reference, here = (finish(process, folder) for process, (_, folder) in zip(processes, places, strict=True))
     finally:
-        for training in trainings:
-            training.process.kill()
+        for process in processes:
+            process.kill()
     return list(differences(reference, here, ""))
-
-
-@contextmanager
-def checkout(revision: str) -> Iterator[Path]:
-    """Yield a temporary folder with the files of `revision`."""
-    with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "archive", revision], capture_output=True, check=False)
-        if archive.returncode:
-            raise RunFailed(archive.stderr.decode().strip())
-        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-        yield Path(folder)
 
 
 def main() -> int:
@@ -185,12 +157,16 @@ def main() -> int:
     arguments = parser.parse_args()
     status = EQUAL
     try:
-        with checkout(arguments.revision) as reference, tempfile.TemporaryDirectory() as work:
+        with tempfile.TemporaryDirectory() as reference, tempfile.TemporaryDirectory() as work:
+            archive = subprocess.run(["git", "archive", arguments.revision], capture_output=True, check=False)
+            if archive.returncode:
+                raise RunFailed(archive.stderr.decode().strip())
+            subprocess.run(["tar", "-x", "-C", reference], input=archive.stdout, check=True)
             for name in arguments.runs:
-                if RUNS[name].needs_cifar and not os.environ.get("CIFAR_DATA"):
+                if name in NEEDS_CIFAR and not os.environ.get("CIFAR_DATA"):
                     print(f"{name}: skipped, CIFAR_DATA is not set", flush=True)
                     continue
-                found = compare(RUNS[name], [reference, Path.cwd()], Path(work, name))
+                found = compare(name, [Path(reference), Path.cwd()], Path(work, name))
                 print(f"{name}: {'equal' if not found else f'{len(found)} differences, {found[:3]}'}", flush=True)
                 status = DIFFERENT if found else status
     except (RunFailed, subprocess.TimeoutExpired) as error:
