@@ -4,7 +4,6 @@ import gzip
 import os
 import tarfile
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,9 +15,9 @@ from tools.shared import make_shards
 from utils.data.datasets.shards import INDEX_FILE
 
 
-def members(folder: Path, split: str) -> list[tuple[bytes, int]]:
+def members(folder, split):
     """(bytes, label) of every image, in the order of the keys."""
-    found: dict[str, dict[str, bytes]] = defaultdict(dict)
+    found = defaultdict(dict)
     for path in (folder / split).glob("*.tar"):
         with tarfile.open(path) as tar:
             for info in tar:
@@ -51,10 +50,8 @@ def test_the_webdataset_package_reads_them(folders, packed):
     paths = sorted(map(str, (packed / "val").glob("*.tar")))
     rows = list(webdataset.WebDataset(paths, shardshuffle=False).decode("pil").to_tuple("jpg;png", "cls"))
     assert sorted(label for _, label in rows) == [label for label in range(3) for _ in range(NUM_VALID)]
-    files = sorted((folders / "val").glob("*/*"))
-    assert sorted(np.asarray(image).tobytes() for image, _ in rows) == sorted(
-        np.asarray(Image.open(path)).tobytes() for path in files
-    )
+    images = [Image.open(path) for path in (folders / "val").glob("*/*")]
+    assert sorted(np.asarray(image).tobytes() for image, _ in rows) == sorted(map(bytes, map(np.asarray, images)))
 
 
 def test_a_failed_run_leaves_nothing(folders, tmp_path, monkeypatch, capsys):
@@ -82,9 +79,7 @@ def test_a_failed_run_leaves_nothing(folders, tmp_path, monkeypatch, capsys):
     ("arguments", "status", "message"),
     [
         ([], 2, "expected --dataset and --data_path, or --shards"),
-        (["--dataset=cifar10", "--data_path=x", "--from=y", "--num_shards=2"], 2, "expected --dataset and --data_path"),
         (["--shards=x", "--dataset=cifar10"], 2, "no options of CIFAR"),
-        (["--shards=x", "--num_shards=4"], 2, "need --from"),
         (["--shards=nowhere"], 3, "nowhere/train: no images found; expected shards"),
         (["--shards=x", "--from=nowhere"], 3, "nowhere/train: cannot be read: No such file"),
         (["--shards=x", "--from={folders}", "--num_shards=16"], 3, "15 images cannot fill 16 shards"),
@@ -108,20 +103,13 @@ def cut_between_members(path):
     os.truncate(path, end)
 
 
-def make_link(rows):
-    rows[0][0].type, rows[0][0].linkname = tarfile.SYMTYPE, "/etc/passwd"
-
-
 TAR_DAMAGES = {
-    "truncated": (lambda path: os.truncate(path, 5000), "does not end as a tar file does"),
     "cut between members": (cut_between_members, "does not end as a tar file does"),
-    "two joined": (lambda path: path.write_bytes(path.read_bytes() * 2), "does not end as a tar file does"),
     "compressed": (lambda path: path.write_bytes(gzip.compress(path.read_bytes())), "cannot be read as a tar file"),
     "no label": (lambda path: rewrite(path, lambda rows: rows.pop(1)), "has no cls"),
     "no image": (lambda path: rewrite(path, lambda rows: rows.pop(0)), "has no image"),
     "twice": (lambda path: rewrite(path, lambda rows: rows.append(rows[0])), "is a second image of its key"),
     "no number": (lambda path: rewrite(path, lambda rows: rows.insert(1, (rows.pop(1)[0], b"-1"))), "holds b'-1'"),
-    "a link": (lambda path: rewrite(path, make_link), "no plain file"),
 }
 
 
@@ -162,10 +150,7 @@ def test_a_class_without_training_images_is_refused(split, copied, capsys):
     assert f"no training image has label {missing}, class '{missing}'; expected labels 0, 1" in capsys.readouterr().err
 
 
-NAMES = ["no JSON", '{"ant": 0}', '["ant", "bee"]', '["ant", "bee", 3]', '["ant", "bee", "ant"]']
-
-
-@pytest.mark.parametrize("content", NAMES)
+@pytest.mark.parametrize("content", ["no JSON", '["ant", "bee"]', '["ant", "bee", "ant"]'])
 def test_unusable_class_names_are_refused(content, copied, capsys):
     (copied / "classes.json").write_text(content)
     assert prepare_data.main([f"--shards={copied}"]) == 3

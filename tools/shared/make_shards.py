@@ -126,8 +126,8 @@ def _index_split(folder: Path, split: str, unused: list[str]) -> tuple[np.ndarra
     return np.array([row[1:] for row in images], fields), np.array(shards, SHARD_FIELDS)
 
 
-def _scan(unused: list[str], path: Path) -> list[tuple[str, int, int, int, int, bytes]]:
-    """Return key, label, offset, length, CRC-32 and member of each image of a shard, and add the other members to
+def _scan(unused: list[str], path: Path) -> list[tuple[Any, ...]]:
+    """Return key, `IMAGE_FIELDS` from the label on, and member of each image of a shard, and add the other members to
     `unused`; `DataError` if it is no whole tar file with KEY.jpg (or .png, ...) and KEY.cls for each image."""
     parts: dict[str, dict[str, tarfile.TarInfo]] = defaultdict(dict)
     try:
@@ -146,16 +146,18 @@ def _scan(unused: list[str], path: Path) -> list[tuple[str, int, int, int, int, 
             rest = os.pread(file.fileno(), os.fstat(file.fileno()).st_size - tar.offset, tar.offset)
             if len(rest) < END_OF_TAR or rest.strip(b"\0"):
                 raise DataError(f"{path}: does not end as a tar file does; restore it")
-            found = list[tuple[str, int, int, int, int, bytes]]()
+            found = list[tuple[Any, ...]]()
             for key, part in parts.items():
                 if len(part) < 2:
                     missing = "cls" if "image" in part else "image"
                     raise DataError(f"{path}: {key} has no {missing}; expected KEY.jpg and KEY.cls for each image")
-                image, label = part["image"], os.pread(file.fileno(), part["cls"].size, part["cls"].offset_data).strip()
-                if not label.isdigit() or len(label) > MAX_DIGITS:
-                    raise DataError(f"{path}: {part['cls'].name} holds {label[:20]!r}; expected the number of a class")
-                checksum = zlib.crc32(os.pread(file.fileno(), image.size, image.offset_data))
-                found.append((key, int(label), image.offset_data, image.size, checksum, os.fsencode(image.name)))
+                image, cls = part["image"], part["cls"]
+                content, label = (os.pread(file.fileno(), info.size, info.offset_data) for info in (image, cls))
+                if not label.strip().isdigit() or len(label.strip()) > MAX_DIGITS:
+                    raise DataError(f"{path}: {cls.name} holds {label[:20]!r}; expected the number of a class")
+                places = image.offset_data, image.size, cls.offset_data, cls.size
+                checksum = zlib.crc32(label, zlib.crc32(content))
+                found.append((key, int(label), *places, checksum, os.fsencode(image.name)))
             return found
     except (tarfile.TarError, ValueError, OSError) as error:  # ValueError: from tarfile, for a broken header
         raise DataError(f"{path}: cannot be read as a tar file: {error}; restore it") from None

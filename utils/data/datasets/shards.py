@@ -2,8 +2,9 @@
 
 DATA_PATH/train/*.tar    DATA_PATH/val/*.tar    DATA_PATH/shards.index
 
-The index, an .npz file, has each image's shard, offset, length and CRC-32, in the order of class folders. Each process
-opens a shard when it first needs it and keeps it open, since opening loads the metadata server of a cluster.
+The index, an .npz file, has the place of each image and of its label, and a CRC-32 of both, in the order of class
+folders. Each process opens a shard when it first needs it and keeps it open, since opening loads the metadata server of
+a cluster.
 """
 
 import os
@@ -28,8 +29,12 @@ from utils.program import command
 INDEX_FILE = "shards.index"
 # Arrays of the index for each split, "train" and "valid", next to "class_names": NAME_shards and NAME_images
 SHARD_FIELDS = [("name", "U300"), ("bytes", "<i8")]  # path relative to the index, size
-# in the order of the images' keys; `checksum` is the CRC-32 of the image's bytes; then `member`, the name in the shard
-IMAGE_FIELDS = [("shard", "<i4"), ("label", "<i8"), ("offset", "<i8"), ("length", "<i8"), ("checksum", "<u4")]
+# in the order of the images' keys; `checksum` is the CRC-32 of the image's bytes and then the label's: a label that is
+# rewritten in place is noticed; then `member`, the image's name in the shard
+IMAGE_FIELDS = [
+    ("shard", "<i4"), ("label", "<i8"), ("offset", "<i8"), ("length", "<i8"), ("label_offset", "<i8"),
+    ("label_length", "<i4"), ("checksum", "<u4"),
+]  # fmt: skip
 
 
 class OpenShards(dict[int, int]):
@@ -45,7 +50,7 @@ class ShardedImages(ImageFiles):
     """One split in shards; `names` are the members of the tar files."""
 
     shards: np.ndarray  # [S] of SHARD_FIELDS
-    images: np.ndarray  # [N] of IMAGE_FIELDS and `member`
+    images: np.ndarray  # [N] of IMAGE_FIELDS
     opened: OpenShards = field(default_factory=OpenShards, compare=False)
 
     def path(self, index: int) -> str:
@@ -54,8 +59,8 @@ class ShardedImages(ImageFiles):
         return f"{self.root / shard}:{os.fsdecode(self.names[index])}"
 
     def content(self, index: int) -> bytes:
-        """Return the image's bytes; `DataError` if they differ from the indexed bytes."""
-        number, _, offset, length, checksum, _ = self.images[index].item()
+        """Return the image's bytes; `DataError` if they or the label's differ from the indexed bytes."""
+        number, _, offset, length, label_offset, label_length, checksum = self.images[index].item()
         path = self.root / self.shards["name"][number]
         try:
             if number not in self.opened:
@@ -64,11 +69,12 @@ class ShardedImages(ImageFiles):
                 if self.opened.setdefault(number, descriptor) != descriptor:  # another thread was faster
                     os.close(descriptor)
             content = os.pread(self.opened[number], length, offset)
+            label = os.pread(self.opened[number], label_length, label_offset)
         except OSError as error:
             if may_pass(error):
                 raise
             raise DataError(f"{path}: cannot be read: {error.strerror}; {remedy(self.root)}") from None
-        if zlib.crc32(content) != checksum:
+        if zlib.crc32(label, zlib.crc32(content)) != checksum:
             raise DataError(f"{self.path(index)}: the bytes differ from the indexed ones; {remedy(self.root)}")
         return content
 
@@ -76,7 +82,7 @@ class ShardedImages(ImageFiles):
         return replace(self, labels=self.labels[indices], names=self.names[indices], images=self.images[indices])
 
     def identity(self) -> Iterator[bytes]:
-        """Yield the indexed checksums of all images."""
+        """Yield the indexed checksums of all images and labels."""
         yield self.images["checksum"].tobytes()
 
 
@@ -99,8 +105,9 @@ def open_shards(name: str, data_path: Path, image_size: int | None) -> Dataset:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             class_names = tuple(arrays["class_names"].tolist())
             splits = [(arrays[f"{split}_shards"], arrays[f"{split}_images"]) for split in ("train", "valid")]
+        fields = [name for name, _ in IMAGE_FIELDS]
         train, valid = (
-            ShardedImages(images["label"].copy(), 0, 1.0, data_path, images["member"], shards, images)
+            ShardedImages(images["label"].copy(), 0, 1.0, data_path, images["member"], shards, images[fields])
             for shards, images in splits
         )
         sizes = {str(shard): shard.stat().st_size for shard in find_shards(data_path)}
