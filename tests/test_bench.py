@@ -75,6 +75,14 @@ def test_a_case_in_its_own_process_is_built_once_answers_fails_or_dies():
             cases["dies"]()
 
 
+def test_a_number_that_is_not_finite_is_null_in_a_report(tiny, one_rank, tmp_path):
+    """Python would write NaN, which other readers of JSON refuse."""
+    results = {"case": {"rate": Trials((1.0, float("nan")))}, "bins": [float("inf"), -float("inf"), 2.5]}
+    common.write_report(tmp_path / "report.json", "bench", tiny(), one_rank, results)
+    written = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)["results"]
+    assert written["case"]["rate"]["values"] == [1.0, None] and written["bins"] == [None, None, 2.5]
+
+
 def test_bad_usage_ends_with_status_2(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["ladder", "--warmup=-1"])

@@ -28,18 +28,18 @@ def image_batch(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"ema_decay": 0.8}, {"enable_nhwc": True, "opt_level": "O2", "loss_scale": 128.0}],
+    [{}, {"ema_decay": 0.8, "limit_train_batches": 80}, {"enable_nhwc": True, "opt_level": "O2", "loss_scale": 128.0}],
     ids=["the model", "its average", "O2"],
 )
 def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_path, image_batch, changes, capsys):
-    Trainer(tiny(limit_train_batches=40, **changes), one_rank, tmp_path, "tiny", "auto").train()
+    Trainer(tiny(**{"limit_train_batches": 40} | changes), one_rank, tmp_path, "tiny", "auto").train()
     assert export.main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     pixels, labels = image_batch
     logits = torch.export.load(tmp_path / "export/model.pt2").module()(pixels)
     best = max(record["acc1/valid"] for record in read_records(tmp_path / "metrics.jsonl", "epoch"))
     found = (logits.argmax(1) == labels).float().mean().item()
-    assert best > 0.12  # a guess: 0.1
+    assert best > 0.15  # a guess: 0.1
     # O2 validates with half-precision weights, which may change a few of 200 predictions
     assert found == pytest.approx(best, abs=0.02 if "opt_level" in changes else 1e-6)
     assert f"best acc1 {100 * best:.2f} %" in printed

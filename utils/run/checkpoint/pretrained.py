@@ -21,7 +21,7 @@ Pretrained = tuple[dict[str, Tensor], str]  # the network's whole initial state,
 
 def read_pretrained(name: str | None, network: Mapping[str, Tensor], class_names: Sequence[str]) -> Pretrained | None:
     """Return the state of `network` with the weights of the file `name`; None for no name. Raises `CheckpointError` if
-    the file cannot be read, has other names or shapes, or has the data's `class_names` in another order."""
+    the file cannot be read, has other names or shapes, or a head for classes other than `class_names`."""
     if name is None:
         return None
     path = Path(name)
@@ -37,9 +37,10 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], class_names
     if problems := tensor_problems(weights, expected):
         remedy = "choose the network that it was saved from (model, stem, width); only a head of another size is new"
         raise CheckpointError(f"pretrained {path}: does not fit this network: {shorten(problems)}\n{remedy}")
-    if not head and names != list(class_names) and sorted(names) == sorted(class_names):
-        remedy = f"give the data's classes this order: {shorten(names)}"
-        raise CheckpointError(f"pretrained {path}: has the classes in another order\n{remedy}")
+    if not head and names and names != list(class_names):
+        found = "its head is for other classes than the data's, or for these in another order or Unicode form"
+        remedy = f"give the data's classes the names {shorten(names)}, in this order, or a file without class names"
+        raise CheckpointError(f"pretrained {path}: {found}\n{remedy}")
     note = f"Starting from {len(weights)} tensors of {path} (SHA-256 {hashlib.sha256(content).hexdigest()})"
     if head:
         note += f"; {', '.join(head)} newly initialised, for {num_classes} classes instead of {len(saved[head[0]])}"
