@@ -11,7 +11,6 @@ either start `processes.PYTHON`.
 
 import contextlib
 import fcntl
-import io
 import json
 import os
 import select
@@ -30,6 +29,7 @@ READ_EARLY = (
     *("PYTHON", "LD_", "LANG", "LC_", "CUDA_", "ATEN_", "MKL_", "DNNL_", "ONEDNN_", "KMP_", "OMP_WAIT"),
     *("TORCH_LOGS", "TORCH_CPP", "TORCH_COMPILE"),
 )
+MOST_BYTES = 1 << 20  # of a request
 
 
 def install(folder: str) -> None:
@@ -52,27 +52,32 @@ def _surroundings() -> list[Any]:
 # ---- the client, started instead of Python
 
 
-def _run_as_python(arguments: list[str]) -> None:
+def _run_as_python(arguments: list[str]) -> NoReturn:
     """Let the server run these arguments, and exit as its process does."""
     options = arguments[1:] if arguments[:1] == ["-u"] else arguments
     folder = os.environ.get(FOLDER, "")
     if not folder or not _can_fork(options, folder):
         os.execv(sys.executable, [sys.executable, *arguments])
-    server = _connect(folder)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a process to forward them to
+    server = _connect(folder)
     ignored = [number for number in FORWARDED if signal.getsignal(number) == signal.SIG_IGN]
     unbuffered = options != arguments or bool(os.environ.get("PYTHONUNBUFFERED"))
-    request = {"options": options, "unbuffered": unbuffered, "cwd": os.getcwd(), "ignored": ignored}
-    content = json.dumps(request | {"environment": dict(os.environ)}).encode()
-    socket.send_fds(server, [len(content).to_bytes(8, "little")], [0, 1, 2])
-    server.sendall(content)
+    request = json.dumps([options, unbuffered, os.getcwd(), ignored, dict(os.environ)]).encode()
+    socket.send_fds(server, [request], [0, 1, 2])
+    process = int(server.recv(20))
+
+    def forward(number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
     for number in FORWARDED:
-        signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+        signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    answer = server.recv(8)
-    if not answer:
-        sys.exit(f"the server of forked processes has ended: {folder}/log")
-    status = int.from_bytes(answer, "little", signed=True)
+    _exit(int(server.recv(20)))
+
+
+def _exit(status: int) -> NoReturn:
+    """Exit with a status, or, if it is negative, by a signal."""
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
@@ -81,24 +86,24 @@ def _run_as_python(arguments: list[str]) -> None:
 
 
 def _can_fork(options: list[str], folder: str) -> bool:
-    if not _is_from_this_checkout(options):
-        return False
     listing = os.open("/proc/self/fd", os.O_RDONLY)
     files = {int(name) for name in os.listdir(listing)} - {0, 1, 2, listing}
     os.close(listing)
-    if any(os.path.exists(f"/proc/self/fd/{file}") for file in files):
-        return False
     with open(f"{folder}/environment", encoding="utf-8") as file:
         server, surroundings = json.load(file)
     early = [name for name in {*server, *os.environ} if name.startswith(READ_EARLY)]
-    if any(server.get(name) != os.environ.get(name) for name in early) or surroundings != _surroundings():
-        return False
-    return "PYTHONPATH" not in os.environ
+    return (
+        _is_from_this_checkout(options)
+        and not any(os.path.exists(f"/proc/self/fd/{file}") for file in files)
+        and all(server.get(name) == os.environ.get(name) for name in early)
+        and surroundings == _surroundings()
+        and "PYTHONPATH" not in os.environ
+    )
 
 
 def _is_from_this_checkout(options: list[str]) -> bool:
     """Whether `options` name a module of this project, or a script that does not import another checkout's `utils`."""
-    ours = os.path.join(os.path.dirname(os.path.dirname(SOURCE)), "utils")  # type: ignore[name-defined] # noqa: F821
+    ours = os.path.join(os.path.dirname(os.path.dirname(SOURCE)), "utils")  # noqa: F821
     if options[:1] == ["-m"]:
         return options[1].startswith(("tools.", "torch.distributed.")) and os.path.realpath("utils") == ours
     if not options or not os.path.isfile(options[0]):
@@ -109,32 +114,26 @@ def _is_from_this_checkout(options: list[str]) -> bool:
 
 def _connect(folder: str) -> socket.socket:
     """Connect to the server, which the first client starts."""
+    import subprocess
+
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
     with open(f"{folder}/lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(f"{folder}/socket"):
-            _start_server(folder)
-    server = socket.socket(socket.AF_UNIX)
+            with open(f"{folder}/environment", encoding="utf-8") as file:
+                environment, _ = json.load(file)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listener.bind(f"{folder}/socket")
+            listener.listen(128)
+            command = [sys.executable, SOURCE, str(listener.fileno())]  # noqa: F821
+            with listener, open(f"{folder}/log", "w", encoding="utf-8") as log:
+                subprocess.Popen(
+                    command, pass_fds=[listener.fileno()], env=environment, stdin=subprocess.DEVNULL,
+                    stdout=log, stderr=log, start_new_session=True,
+                )  # fmt: skip
     server.connect(f"{folder}/socket")
     return server
-
-
-def _start_server(folder: str) -> None:
-    import subprocess
-
-    with open(f"{folder}/environment", encoding="utf-8") as file:
-        environment, _ = json.load(file)
-    with socket.socket(socket.AF_UNIX) as listener, open(f"{folder}/log", "w", encoding="utf-8") as log:
-        listener.bind(f"{folder}/socket")
-        listener.listen(128)
-        subprocess.Popen(
-            [sys.executable, SOURCE, "--serve", str(listener.fileno())],  # type: ignore[name-defined] # noqa: F821
-            pass_fds=[listener.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
 
 
 # ---- the server
@@ -145,6 +144,7 @@ def _serve(listener: socket.socket) -> None:
     import functools
     import importlib
 
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)  # of the client that has started it
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     sys.path[:1] = [root, os.path.join(root, "tests")]
     for name in PRELOADED:
@@ -154,70 +154,44 @@ def _serve(listener: socket.socket) -> None:
     datasets._generate_shapes_dataset = functools.cache(datasets._generate_shapes_dataset)
     datasets._generate_shapes_dataset()  # the shapes of most runs, in half a second
     sys.path[:2] = []
-    folder = os.environ[FOLDER]
-    owner = int(folder.rpartition("-")[2])
+    owner = os.environ[FOLDER].rpartition("-")[2]
     listener.settimeout(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while _exists(owner):
-        try:
+    while os.path.exists(f"/proc/{owner}"):
+        with contextlib.suppress(TimeoutError):
             client, _ = listener.accept()
-        except TimeoutError:
-            continue
-        if os.fork() == 0:
-            listener.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _guard(client, owner)
-        client.close()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _guard(client)
+            client.close()
 
 
-def _exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _guard(client: socket.socket, owner: int) -> None:
-    """Run one request in its own process; forward signals to it, and send its exit status to the client."""
+def _guard(client: socket.socket) -> NoReturn:
+    """Run one request in its own process; send its number and later its exit status, or kill it with its client."""
     from utils.program import end_with_parent
 
     client.setblocking(True)
-    length, streams, _, _ = socket.recv_fds(client, 8, 3)
-    size, content = int.from_bytes(length, "little"), b""
-    while len(content) < size:
-        part = client.recv(size - len(content))
-        if not part:  # the client was killed
-            os._exit(0)
-        content += part
+    request, streams, _, _ = socket.recv_fds(client, MOST_BYTES, 3)
     process = os.fork()
     if process == 0:
         end_with_parent(signal.SIGKILL)  # a test may kill its parent, this guard
         client.close()
-        _run(json.loads(content), streams)
+        _run(*json.loads(request), streams)
     for stream in (0, 1, 2, *streams):
         os.close(stream)
     ends = os.pidfd_open(process)
-    poll = select.poll()
-    poll.register(client, select.POLLIN)
-    poll.register(ends, select.POLLIN)
-    while True:
-        ready = [file for file, _ in poll.poll(1000)]
-        if ends in ready:
-            break
-        numbers = client.recv(64) if client.fileno() in ready else b""
-        for number in numbers:
-            os.kill(process, number)
-        if (ready and not numbers) or not _exists(owner):  # the client was killed
-            os.kill(process, signal.SIGKILL)
-            break
-    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     with contextlib.suppress(OSError):
-        client.sendall(status.to_bytes(8, "little", signed=True))
+        client.send(str(process).encode())
+        if ends not in select.select([client, ends], [], [])[0]:  # the client was killed: it sends nothing more
+            os.kill(process, signal.SIGKILL)
+        client.send(str(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])).encode())
     os._exit(0)
 
 
-def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
+def _run(
+    options: list[str], unbuffered: bool, cwd: str, ignored: list[int], environment: dict[str, str], streams: list[int]
+) -> NoReturn:
     """Turn this process into Python with these options."""
     import torch
 
@@ -225,26 +199,22 @@ def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
         os.dup2(stream, number)
         os.close(stream)
     os.environ.clear()
-    os.environ.update(request["environment"])
-    os.chdir(request["cwd"])
+    os.environ.update(environment)
+    os.chdir(cwd)
     for number in FORWARDED:
         default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else default)
+        signal.signal(number, signal.SIG_IGN if number in ignored else default)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     sys.executable = f"{os.environ[FOLDER]}/python"
-    output: Any = open(1, "w", 1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
-    if request["unbuffered"]:
-        output = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)  # type: ignore[type-var]
-    errors = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    standard: list[Any] = [open(0, closefd=False), output, errors]  # noqa: SIM115
-    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = standard  # type: ignore[misc]
-    status = _interpret(request["options"])
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__ = [
+        open(0, closefd=False),  # noqa: SIM115
+        open(1, "w", 1 if unbuffered or os.isatty(1) else -1, closefd=False),  # noqa: SIM115
+        open(2, "w", 1, errors="backslashreplace", closefd=False),  # noqa: SIM115
+    ]
+    status = _interpret(options)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    os._exit(status)
+    _exit(status)
 
 
 def _interpret(options: list[str]) -> int:
@@ -261,31 +231,26 @@ def _interpret(options: list[str]) -> int:
         if options[0] == "-m":
             sys.path.insert(0, os.getcwd())
             sys.argv = ["-m", *options[2:]]
-            runpy._run_module_as_main(options[1])  # type: ignore[attr-defined]
+            runpy._run_module_as_main(options[1])
         else:
             sys.path.insert(0, os.path.dirname(os.path.realpath(options[0])))
             sys.argv, main.__file__ = options, options[0]
             with open(options[0], "rb") as source:
                 exec(compile(source.read(), options[0], "exec"), main.__dict__)
     except SystemExit as leaving:
-        status = _exit_status(leaving.code)
+        status = (leaving.code or 0) & 0xFF if isinstance(leaving.code, int | None) else 1
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    threading._shutdown()  # type: ignore[attr-defined]
+    threading._shutdown()
     atexit._run_exitfuncs()
     return status
 
 
-def _exit_status(code: object) -> int:
-    if code is None or isinstance(code, int):
-        return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        _serve(socket.socket(fileno=int(sys.argv[2])))
+    if __file__.endswith(".py"):
+        _serve(socket.socket(fileno=int(sys.argv[1])))
     else:
         _run_as_python(sys.argv[1:])

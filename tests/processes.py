@@ -18,8 +18,6 @@ LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCH
 
 
 class Ended(NamedTuple):
-    """Exit status and output of one process."""
-
     status: int
     output: str
     errors: str
@@ -48,9 +46,7 @@ def torchrun_variables(rank: int, world_size: int, port: int, **others: str) -> 
 class Job:
     """Processes that run `function(*arguments)`, each with its own launcher's variables."""
 
-    def __init__(
-        self, folder: Path, function: Callable[..., int], arguments: Iterable[Any], ranks: Iterable[Mapping[str, str]]
-    ) -> None:
+    def __init__(self, folder, function, arguments: Iterable[Any], ranks: Iterable[Mapping[str, str]]) -> None:
         self.started = time.monotonic()
         self.folders, self.processes = [], list[subprocess.Popen[bytes]]()
         for number, variables in enumerate(ranks):
@@ -75,9 +71,7 @@ class Job:
         return [Ended(process.returncode, *both) for process, both in zip(self.processes, texts, strict=True)]
 
 
-def run_job(
-    folder: Path, world_size: int, function: Callable[..., int], *arguments: Any, timeout: float = 150, **variables: str
-) -> list[Ended]:
+def run_job(folder, world_size: int, function, *arguments, timeout: float = 150, **variables: str) -> list[Ended]:
     """Run `function(*arguments)` as every rank of one run, with more environment variables."""
     port = free_port()
     ranks = [torchrun_variables(rank, world_size, port, **variables) for rank in range(world_size)]
@@ -91,11 +85,11 @@ def make_command(folder: Path, name: str, action: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def wait_until(what: str, seconds: float, test: Callable[[], Any], step: float = 0.1) -> Any:
+def wait_until(what: str | Callable[[], str], seconds: float, test: Callable[[], Any], step: float = 0.1) -> Any:
     """Return the first true value of test(); raise AssertionError naming `what` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := test()):
-        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        assert time.monotonic() < deadline, f"no {what() if callable(what) else what} within {seconds} s"
         time.sleep(step)
     return value
 

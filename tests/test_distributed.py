@@ -2,10 +2,10 @@
 
 import copy
 import itertools
-import json
 import os
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,6 @@ from utils.distributed.world import World, cores_near, pin_near_gpu
 from utils.errors import ConfigError
 from utils.run.checkpoint.io import newest_good
 from utils.run.logging.logger import RunLogger
-from utils.training.averages import RunningStatistics
 from utils.training.optimizers.build import set_learning_rate
 from utils.training.step import compiles
 
@@ -44,7 +43,7 @@ def configuration(**changes: Any) -> Config:
 
 
 def train_some_steps(world: World, num_steps: int, **changes: Any) -> dict[str, Any]:
-    """Return flat weights and gradients, and metrics after some steps, and the number of the gradients' storages.
+    """Return the state after some steps, and the number of the gradients' storages.
 
     BatchNorm is in eval mode, which does not keep an untrained network's activations in range: in float32, rounding
     grows to 2e-4 within 20 steps, also with one process and another order of summation. So this is in float64.
@@ -79,19 +78,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_results(folder: Path, num_steps: int, variants: dict[str, dict[str, Any]]) -> int:
+def save_result(folder: Path, function: Callable[..., Any], *arguments: Any) -> int:
     def action(world: World) -> None:
-        results = {name: train_some_steps(world, num_steps, **changes) for name, changes in variants.items()}
-        torch.save(results, folder / f"{world.world_size}-{world.rank}.pt")
+        torch.save(function(world, *arguments), folder / f"{world.rank}.pt")
 
     return utils.distributed.ranks.run_ranks(action, "cpu", 60)
 
 
-def results_of(folder: Path, world_size: int, num_steps: int, variants: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return each rank's results of `train_some_steps` for each variant."""
-    ended = run_job(folder / f"job-{world_size}", world_size, save_results, folder, num_steps, variants)
-    assert [process.status for process in ended] == [0] * world_size, ended[0].errors
-    return [torch.load(folder / f"{world_size}-{rank}.pt") for rank in range(world_size)]
+def on_ranks(folder: Path, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what `function(world, *arguments)` returns on each rank. Nothing is printed on stderr."""
+    own = folder / f"on-{world_size}"
+    ended = run_job(own, world_size, save_result, own, function, *arguments)
+    assert [(process.status, process.errors) for process in ended] == [(0, "")] * world_size
+    return [torch.load(own / f"{rank}.pt") for rank in range(world_size)]
+
+
+def train_variants(world: World, num_steps: int, variants: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: train_some_steps(world, num_steps, **changes) for name, changes in variants.items()}
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -106,12 +109,12 @@ ACCUMULATIONS = {f"accumulated {number}": {"micro_batch_size": BATCH // number} 
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of 20 steps in one process: the reference `plain`, and with accumulation."""
     folder = tmp_path_factory.mktemp("one")
-    return results_of(folder, 1, 20, {"plain": {}} | ACCUMULATIONS)[0]
+    return on_ranks(folder, 1, train_variants, 20, {"plain": {}} | ACCUMULATIONS)[0]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process(tmp_path, one_process, world_size):
-    results = results_of(tmp_path, world_size, 20, {"plain": {}})
+    results = on_ranks(tmp_path, world_size, train_variants, 20, {"plain": {}})
     assert len({result["plain"]["sample"] for result in results}) == world_size  # ranks have different dropout
     for result in results:
         for name in ("weights", "gradients"):
@@ -128,8 +131,8 @@ def test_accumulation_equals_one_process(one_process, accumulation):
 
 
 def test_all_options_of_ddp_give_the_same(tmp_path):
-    first, second = results_of(tmp_path, 2, 3, VARIANTS)
-    reference = results_of(tmp_path, 1, 3, {"plain": {}})[0]["plain"]
+    first, second = on_ranks(tmp_path, 2, train_variants, 3, VARIANTS)
+    reference = on_ranks(tmp_path, 1, train_variants, 3, {"plain": {}})[0]["plain"]
     for name, result in first.items():
         if name != "no communication":
             assert distance(result["weights"], reference["weights"]) < 1e-6, name
@@ -141,36 +144,28 @@ def test_all_options_of_ddp_give_the_same(tmp_path):
     assert first["small buckets"]["storages"] > 3
 
 
-def repeat_a_step(folder: Path) -> int:
-    """Save the gradients of the same step, taken three times, and whether building DDP changed anything."""
-
-    def action(world: World) -> None:
-        torch.manual_seed(0)
-        model = build_model(configuration())
-        weights, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-        distributed = distribute(configuration(), model, world)
-        unchanged = all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-        unchanged &= torch.equal(generator, torch.get_rng_state())
-        unchanged &= all(parameter.grad is None for parameter in model.parameters())
-        torch.manual_seed(world.rank)
-        images, gradients = torch.randn(8, 3, 32, 32), []
-        for _ in range(3):
-            distributed(images).square().sum().backward()
-            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-            model.zero_grad(set_to_none=True)
-        torch.save({"gradients": gradients, "unchanged": unchanged}, folder / f"{world.rank}.pt")
-
-    return utils.distributed.ranks.run_ranks(action, "cpu", 60)
+def repeat_a_step(world: World) -> tuple[list[torch.Tensor], bool]:
+    """Return the gradients of the same step, taken three times, and whether building DDP changed nothing."""
+    torch.manual_seed(0)
+    model = build_model(configuration())
+    weights, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    distributed = distribute(configuration(), model, world)
+    unchanged = all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    unchanged &= torch.equal(generator, torch.get_rng_state())
+    unchanged &= all(parameter.grad is None for parameter in model.parameters())
+    torch.manual_seed(world.rank)
+    images, gradients = torch.randn(8, 3, 32, 32), []
+    for _ in range(3):
+        distributed(images).square().sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        model.zero_grad(set_to_none=True)
+    return gradients, unchanged
 
 
 def test_the_first_step_sums_gradients_in_the_order_of_later_steps(tmp_path):
     """Otherwise a resumed run of three ranks would differ in the last bit. DDP prints no warning."""
-    ended = run_job(tmp_path / "job", 3, repeat_a_step, tmp_path)
-    assert [(process.status, process.errors) for process in ended] == [(0, "")] * 3
-    for rank in range(3):
-        result = torch.load(tmp_path / f"{rank}.pt")
-        first, *others = result["gradients"]
-        assert result["unchanged"] and first.norm() > 0
+    for (first, *others), unchanged in on_ranks(tmp_path, 3, repeat_a_step):
+        assert unchanged and first.norm() > 0
         assert all(torch.equal(first, other) for other in others)
 
 
@@ -224,11 +219,11 @@ def test_runs_resume_in_mid_epoch_with_an_average_at_any_world_size(tmp_path, be
             assert here[key] == there[key], key
 
 
-def run_with_nan(folder: Path) -> int:
+def run_with_nan(folder):
     """Run the program; the third batch of rank 1 is NaN."""
     really, batches = utils.training.batches.resize, itertools.count(1)
 
-    def resize(images: torch.Tensor, size: int | None) -> torch.Tensor:
+    def resize(images, size):
         is_nan = next(batches) == 3 and os.environ["RANK"] == "1"
         return really(images, size) * (float("nan") if is_nan else 1)
 
@@ -236,21 +231,10 @@ def run_with_nan(folder: Path) -> int:
     return run_program(folder, {"log_freq": 2, "checkpoint_every_steps": 1})
 
 
-def test_a_nan_loss_on_one_rank_ends_both_and_is_printed_once(tmp_path):
-    ended = run_job(tmp_path / "job", 2, run_with_nan, tmp_path / "run")
-    assert [process.status for process in ended] == [1, 1]
-    error, remedy = complaints(ended)
-    assert "the loss stopped being a finite number in epoch 1, iteration 2," in error
-    assert "usual remedies" in remedy
-    path, state, _ = newest_good(tmp_path / "run/checkpoints")
-    assert path is not None and state is not None and state["batch"] == 2
-
-
-def run_with_an_unused_layer(folder: Path) -> int:
-    """Run the program with a network that has unused parameters."""
+def run_with_an_unused_layer(folder):
     really = train.build_model
 
-    def build(*arguments: Any, **options: Any) -> nn.Module:
+    def build(*arguments, **options):
         model = really(*arguments, **options)
         model.spare = nn.Linear(3, 3)
         return model
@@ -259,17 +243,11 @@ def run_with_an_unused_layer(folder: Path) -> int:
     return run_program(folder, {})
 
 
-def test_an_unused_layer_is_reported_with_the_remedy(tmp_path):
-    ended = run_job(tmp_path / "job", 2, run_with_an_unused_layer, tmp_path / "run")
-    assert [process.status for process in ended] == [2, 2]
-    assert "requires_grad_(False)" in complaints(ended)[1]
-
-
-def run_with_a_faulty_worker(killed: bool, folder: Path) -> int:
+def run_with_a_faulty_worker(folder, killed):
     """Run the program; the loader worker of rank 1 fails at its sixth batch, the second of the second epoch."""
     really, batches = AugmentedImages.__getitem__, itertools.count(1)
 
-    def faulty(self: AugmentedImages, batch: Any) -> Any:
+    def faulty(self, batch):
         if next(batches) == 6 and os.environ["RANK"] == "1":
             if killed:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -281,93 +259,72 @@ def run_with_a_faulty_worker(killed: bool, folder: Path) -> int:
     return run_program(folder, changes)
 
 
-@pytest.mark.parametrize(
-    ("killed", "reason"),
-    [
-        (False, r"a loader worker failed: ZeroDivisionError: the sixth batch \(File "),
-        (True, r"loader worker \d+ was killed, as the kernel does when host memory or /dev/shm runs out"),
-    ],
-)
-def test_a_failed_loader_worker_of_one_rank_ends_both_and_is_printed_once(tmp_path, killed, reason):
-    ended = run_job(tmp_path / "job", 2, run_with_a_faulty_worker, killed, tmp_path / "run")
-    assert [process.status for process in ended] == [1, 1]
-    assert re.match(f"error: rank 1: {reason}", complaints(ended)[0])
-    assert ["fewer num_data_workers" in line for line in complaints(ended)] == [False, True][: 1 + killed]
-    path, state, _ = newest_good(tmp_path / "run/checkpoints")
-    assert path is not None and state is not None and state["epoch"] == 1
+NAN = "error: .*the loss stopped being a finite number in epoch 1, iteration 2,.*\n.*usual remedies.*"
+RAISED = r"error: rank 1: a loader worker failed: ZeroDivisionError: the sixth batch \(File .*"
+KILLED = r"error: rank 1: loader worker \d+ was killed, as the kernel does when host memory or /dev/shm runs out.*\n"
+FAILURES = {  # status, all lines on stderr, the place of the newest checkpoint
+    "nan": (run_with_nan, (), 1, NAN, {"batch": 2}),
+    "unused layer": (run_with_an_unused_layer, (), 2, r".*\n.*requires_grad_\(False\).*", None),
+    "failed worker": (run_with_a_faulty_worker, (False,), 1, RAISED, {"epoch": 1}),
+    "killed worker": (run_with_a_faulty_worker, (True,), 1, f"{KILLED}.*fewer num_data_workers.*", {"epoch": 1}),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_on_one_rank_ends_both_and_is_printed_once(tmp_path, name):
+    function, arguments, status, lines, place = FAILURES[name]
+    ended = run_job(tmp_path / "job", 2, function, tmp_path / "run", *arguments)
+    assert [process.status for process in ended] == [status, status]
+    found = "\n".join(complaints(ended))
+    assert re.fullmatch(lines, found), found
+    if place is not None:
+        path, state, _ = newest_good(tmp_path / "run/checkpoints")
+        assert path is not None and place.items() <= state.items()
 
 
 VALIDATION_SIZES = (2, 7, 100)
 
 
-def validate(folder: Path) -> int:
+def validate(world: World) -> dict[int, dict[str, float]]:
     """Validate the first few images, also in fewer batches than there are ranks."""
-
-    def action(world: World) -> None:
-        trainer = train.Trainer(configuration(), world)
-        trainer.log = RunLogger(folder, enabled=False, to_screen=False, to_tensorboard=False)
-        whole = trainer.loaders.valid
-        assert isinstance(whole, DeviceLoader)
-        results = {}
-        for size in VALIDATION_SIZES:
-            plan = EpochPlan(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)
-            loader = DeviceLoader.__new__(DeviceLoader)
-            loader.__dict__.update(whole.__dict__ | {"plan": plan})
-            trainer.loaders = replace(trainer.loaders, valid=loader)
-            results[size], _ = trainer.validate_one_epoch()
-        if world.is_main:
-            (folder / "validated.json").write_text(json.dumps(results))
-
-    return utils.distributed.ranks.run_ranks(action, "cpu", 60)
+    trainer = train.Trainer(configuration(), world)
+    trainer.log = RunLogger(Path(), enabled=False, to_screen=False, to_tensorboard=False)
+    whole, results = trainer.loaders.valid, {}
+    for size in VALIDATION_SIZES:
+        plan = EpochPlan(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)
+        loader = DeviceLoader.__new__(DeviceLoader)
+        loader.__dict__.update(whole.__dict__ | {"plan": plan})
+        trainer.loaders = replace(trainer.loaders, valid=loader)
+        results[size], _ = trainer.validate_one_epoch()
+    return results
 
 
 def test_validation_is_exact_at_any_world_size(tmp_path):
-    results = []
-    for world_size in (1, 2, 3, 4):
-        folder = tmp_path / str(world_size)
-        folder.mkdir()
-        ended = run_job(folder / "job", world_size, validate, folder)
-        assert [process.status for process in ended] == [0] * world_size, ended[0].errors
-        results.append(json.loads((folder / "validated.json").read_text()))
-    for result in results:
-        for size in map(str, VALIDATION_SIZES):
-            assert result[size]["images"] == int(size)
-            assert result[size]["acc1"] == results[0][size]["acc1"]
-            assert result[size]["loss"] == pytest.approx(results[0][size]["loss"], rel=1e-6)
+    (alone,) = on_ranks(tmp_path, 1, validate)
+    for result in (on_ranks(tmp_path, world_size, validate)[0] for world_size in (2, 3, 4)):
+        for size in VALIDATION_SIZES:
+            assert (result[size]["images"], result[size]["acc1"]) == (size, alone[size]["acc1"])
+            assert result[size]["loss"] == pytest.approx(alone[size]["loss"], rel=1e-6)
 
 
 # ---- components
 
 
-def test_accumulated_statistics_are_the_mean_over_micro_batches():
-    """One BatchNorm with 3 micro-batches equals the mean of 3 BatchNorms with one each."""
-    torch.manual_seed(0)
-    layer, separate = nn.BatchNorm2d(4), [nn.BatchNorm2d(4) for _ in range(3)]
-    statistics = RunningStatistics(layer)
-    for _ in range(5):
-        statistics.start()
-        for number, other in enumerate(separate, start=1):
-            images = 2 + torch.randn(8, 4, 3, 3)  # [N, 4, 3, 3]
-            layer(images)
-            other(images)
-            statistics.collect(last=number == 3)
-    assert layer.running_mean is not None and layer.running_var is not None
-    for name in ("running_mean", "running_var"):
-        mean = torch.stack([getattr(other, name) for other in separate]).mean(0)
-        assert torch.allclose(getattr(layer, name), mean, rtol=1e-5)
-
-
 def test_settings_that_cannot_work_here_are_refused(one_rank):
     pair, gpus = (World(rank=0, local_rank=0, world_size=2, device=torch.device(kind)) for kind in ("cpu", "cuda:0"))
-    model, dataparallel = nn.Linear(1, 1), configuration(parallel="dataparallel")
-    with pytest.raises(ConfigError, match="enable_sync_bn needs CUDA devices, this run is on cpu"):
-        synchronise_batch_norm(configuration(enable_sync_bn=True), model, pair)
-    with pytest.raises(ConfigError, match="dataparallel needs CUDA devices, this run is on cpu"):
-        distribute(dataparallel, model, one_rank)
-    with pytest.raises(ConfigError, match="dataparallel is one process for all GPUs, not 2"):
-        distribute(dataparallel, model, gpus)
-    with pytest.raises(ConfigError, match="no_communication compares several ranks"):
-        distribute(configuration(parallel="no_communication"), model, one_rank)
+    for function, changes, world, message in (
+        (
+            synchronise_batch_norm,
+            {"enable_sync_bn": True},
+            pair,
+            "enable_sync_bn needs CUDA devices, this run is on cpu",
+        ),
+        (distribute, {"parallel": "dataparallel"}, one_rank, "dataparallel needs CUDA devices, this run is on cpu"),
+        (distribute, {"parallel": "dataparallel"}, gpus, "dataparallel is one process for all GPUs, not 2"),
+        (distribute, {"parallel": "no_communication"}, one_rank, "no_communication compares several ranks"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            function(configuration(**changes), nn.Linear(1, 1), world)
 
 
 def test_a_micro_batch_is_no_larger_than_the_ranks_share():
@@ -378,37 +335,31 @@ def test_a_micro_batch_is_no_larger_than_the_ranks_share():
 
 
 def test_dataparallel_refuses_settings_that_need_one_gpu():
+    bf16, needs_ddp = {"amp_dtype": "bf16"}, "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"
+    graphs = {"enable_cuda_graphs": True, "enable_extra_opts": True}
     for refused, message in (
-        (
-            {"enable_cuda_graphs": True, "enable_extra_opts": True},
-            "a CUDA graph cannot span its GPUs; use false or auto",
-        ),
+        (graphs, "a CUDA graph cannot span its GPUs; use false or auto"),
         ({"enable_compile": True}, "its replicas run in threads, where PyTorch compiles nothing; use false or auto"),
         ({"verify_every_steps": 10}, "its GPUs draw random numbers of their own"),
+        (bf16 | {"enable_amp": True}, needs_ddp),
+        (bf16 | {"opt_level": "O1"}, needs_ddp),
     ):
         with pytest.raises(ValueError, match=message):
             configuration(parallel="dataparallel", **refused)
-    for autocast in ({"enable_amp": True}, {"opt_level": "O1"}):
-        with pytest.raises(ValueError, match="amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"):
-            configuration(parallel="dataparallel", amp_dtype="bf16", **autocast)
-        configuration(parallel="dataparallel", **autocast)
-    configuration(parallel="dataparallel", amp_dtype="bf16", opt_level="O2")
+    for allowed in ({"enable_amp": True}, {"opt_level": "O1"}, bf16 | {"opt_level": "O2"}):
+        configuration(parallel="dataparallel", **allowed)
     automatic = {"enable_cuda_graphs": "auto", "enable_compile": "auto", "enable_extra_opts": True}
     assert not compiles(configuration(parallel="dataparallel", **automatic), torch.device("cuda", 0))
 
 
-def test_batch_norm_is_synchronised_over_several_ranks_only():
-    config = configuration(enable_sync_bn=True)
-    for ranks, settings, kind in (
-        (2, configuration(), nn.BatchNorm2d),
-        (1, config, nn.BatchNorm2d),
-        (2, config, nn.SyncBatchNorm),
-    ):
-        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-        keys = model.state_dict().keys()
-        world = World(rank=0, local_rank=0, world_size=ranks, device=torch.device("cuda", 0))
-        converted = synchronise_batch_norm(settings, model, world)
-        assert type(converted[1]) is kind and converted.state_dict().keys() == keys  # checkpoints fit either way
+@pytest.mark.parametrize(("ranks", "enabled", "kind"), [(2, False, nn.BatchNorm2d), (1, True, nn.BatchNorm2d),
+    (2, True, nn.SyncBatchNorm)])  # fmt: skip
+def test_batch_norm_is_synchronised_over_several_ranks_only(ranks, enabled, kind):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    keys = model.state_dict().keys()
+    world = World(rank=0, local_rank=0, world_size=ranks, device=torch.device("cuda", 0))
+    converted = synchronise_batch_norm(configuration(enable_sync_bn=enabled), model, world)
+    assert type(converted[1]) is kind and converted.state_dict().keys() == keys  # checkpoints fit either way
 
 
 def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch, tmp_path, one_rank):
@@ -419,12 +370,8 @@ def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch, tmp_path
         (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
     assert cores_near("0000:3b:00.0", tmp_path) == {core, 10_000, 10_001}
     assert cores_near("0000:00:00.0", tmp_path) == set()
-    buses = iter((0x3B, 0xAF))
-
-    def properties(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(pci_domain_id=0, pci_bus_id=next(buses), pci_device_id=0)
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    gpus = iter(SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in (0x3B, 0xAF))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: next(gpus))
     monkeypatch.setattr(utils.distributed.world, "cores_near", lambda address: cores_near(address, tmp_path))
     world = World(rank=1, local_rank=1, world_size=2, device=torch.device("cuda", 1))
     assert pin_near_gpu(one_rank) == []

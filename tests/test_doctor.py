@@ -381,6 +381,8 @@ def test_a_device_that_computes_differently_is_named():
     assert (outlier.level, outlier.where) == ("fail", "n, cuda:2")
     now, before = (record("n", findings=[trained("n", fingerprint)]) for fingerprint in "ab")
     assert [finding.where for finding in compare_records([now], [before], "the baseline")] == ["n", "n"]
+    other = record("m", findings=[trained("m", "b")])  # only this node is judged, not the baseline's
+    assert {finding.where for finding in compare_records([now], [other], "the baseline")} == {"n"}
 
 
 @pytest.mark.parametrize(

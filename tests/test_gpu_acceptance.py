@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 from tests.conftest import ROOT
 from tests.processes import make_command, wait_until
@@ -22,34 +21,32 @@ exit "$status"
 """
 
 
-def test_an_interrupted_acceptance_continues_and_a_failed_step_is_named(tmp_path: Path) -> None:
+def test_an_interrupted_acceptance_continues_and_a_failed_step_is_named(tmp_path):
     make_command(tmp_path, "python", f"cd {tmp_path}{FAKE_PYTHON}")
     command = ["bash", str(ROOT / "deploy/gpu_acceptance.sh"), str(tmp_path / "out")]
     environment = os.environ | {"PYTHON": str(tmp_path / "python"), "TESTS": "-m gpu_tests"}
 
-    def steps() -> list[str]:
-        """Return the steps that ran since the last call."""
-        ran = (tmp_path / "steps").read_text().split()
-        (tmp_path / "steps").write_text("")
-        return ran
+    ran = tmp_path / "steps"
 
-    def run() -> tuple[int, str]:
+    def run():
+        """Return the exit status, the steps that ran, and the output."""
+        ran.write_text("")
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-        return done.returncode, done.stdout
+        return done.returncode, ran.read_text().split(), done.stdout
 
     (tmp_path / "ladder_seconds").write_text("600")
     (tmp_path / "broken").touch()
-    (tmp_path / "steps").touch()
+    ran.touch()
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        wait_until("ladder", 30, lambda: "ladder" in (tmp_path / "steps").read_text())
+        wait_until("ladder", 30, lambda: "ladder" in ran.read_text())
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130  # at once: it ended the step
-    assert steps() == ["doctor", "doctor", "pytest", "ladder"]  # one process, then two ranks
+    assert ran.read_text().split() == ["doctor", "doctor", "pytest", "ladder"]  # one process, then two ranks
     (tmp_path / "ladder_seconds").write_text("0")
-    status, printed = run()
-    assert (status, steps()) == (1, ["ladder", "record"])
+    status, steps, printed = run()
+    assert (status, steps) == (1, ["ladder", "record"])
     assert "tests: passed before" in printed and "failed: record;" in printed and "no target" in printed
     (tmp_path / "broken").unlink()
-    assert (run()[0], steps()) == (0, ["record"])
+    assert run()[:2] == (0, ["record"])
     environment["RECORD"] = "--config=accuracy"  # another command runs again
-    assert (run()[0], steps()) == (0, ["record"])
+    assert run()[:2] == (0, ["record"])

@@ -50,7 +50,6 @@ OTHER_STEP = Launch(5, 6, 1, 2, "gpu9", 24343, "1001.2")
     ("environment", "expected"),
     [
         ({}, Launch()),
-        ({"WORLD_SIZE": "1"}, Launch()),
         (TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
         (SRUN, STEP),
         (SRUN | {"SLURM_STEP_NODELIST": "gpu9"}, OTHER_STEP),  # a part of the job
@@ -64,7 +63,6 @@ OTHER_STEP = Launch(5, 6, 1, 2, "gpu9", 24343, "1001.2")
         (SRUN | {"MASTER_ADDR": "fast-gpu03", "MASTER_PORT": "99"}, Launch(5, 6, 1, 2, "fast-gpu03", 99, "1001.2")),
         # a batch script and an interactive shell have SLURM_NTASKS and SLURM_PROCID, but are no step of so many tasks
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Launch()),
-        (SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, Launch()),
     ],
 )
 def test_place_under_each_launcher(environment, expected):
@@ -75,8 +73,7 @@ def test_place_under_each_launcher(environment, expected):
     ("environment", "message"),
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK is not set"),
-        ({"RANK": "1"}, "RANK is 1 but WORLD_SIZE is not set"),
-        (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; ranks count from 0 to WORLD_SIZE - 1"),
+        (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; ranks count from 0"),
         (TORCHRUN | {"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'; expected a whole number"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; allowed: 1 to 65535"),
         (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
@@ -91,7 +88,6 @@ def test_invalid_variables_are_named(environment, message):
 
 def test_nodes_and_tasks_in_slurms_notation_and_names_of_ranks():
     hosts = {"node1,node2": "node1", "gpu[9,03-05],cpu1": "gpu9", "rack[2-3]n[07-09]": "rack2n07"}
-    hosts |= {"gpu[1-2].cluster.local,x": "gpu1.cluster.local"}
     assert {nodes: first_host(nodes) for nodes in hosts} == hosts
     for node, tasks in (("0", 4), ("1", 4), ("2", 3)):
         ranks = {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": node}
@@ -128,18 +124,16 @@ def test_a_job_keeps_its_name_when_it_is_restarted():
 
 
 @pytest.mark.parametrize(
-    ("own_cores", "all_cores", "variable", "threads"),
+    ("own_cores", "variable", "threads"),
     # the launcher bound each of four ranks to a quarter of the cores; they share them; the user or torchrun decides
-    [(4, 16, None, [4]), (16, 16, None, [4]), (2, 2, None, [1]), (16, 16, "3", [])],
+    [(4, None, [4]), (16, None, [4]), (16, "3", [])],
 )
-def test_ranks_of_a_machine_share_its_cores(monkeypatch, own_cores, all_cores, variable, threads):
+def test_ranks_of_a_machine_share_its_cores(monkeypatch, own_cores, variable, threads):
     chosen: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(own_cores)))
-    monkeypatch.setattr(os, "cpu_count", lambda: all_cores)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(os, "environ", {} if variable is None else {"OMP_NUM_THREADS": variable})
     utils.distributed.ranks._set_threads(4)
     assert chosen == threads
 
@@ -191,7 +185,7 @@ sys.exit(run_ranks(listen, "cpu", 60) if sys.argv[1:] == ["listen"] else train.m
 """
 
 
-def launch(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def launch(*command, **variables):
     environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
@@ -228,16 +222,11 @@ def have_torch(processes: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loopback", [False, True])
-def test_torchrun_can_be_restricted_to_the_loopback(tmp_path, program, loopback):
+def test_torchrun_can_be_restricted_to_the_loopback(tmp_path, program):
     """Also after a restart of its ranks. GLOO_SOCKET_IFNAME restricts gloo's sockets."""
     command, variables = torchrun_here(2, tmp_path / "rendezvous")
-    if not loopback:  # a plain torchrun listens on all interfaces
-        command, variables = [word for word in command if not word.startswith("--rdzv")], {}
     finished = launch(*command, "--max-restarts=1", program, "listen", GLOO_SOCKET_IFNAME="lo", **variables)
-    assert finished.returncode == 0, finished.stderr
-    addresses = finished.stdout.split()
-    assert addresses == ["0100007F"] if loopback else {"0" * 8, "0" * 32} & set(addresses)  # 127.0.0.1
+    assert (finished.returncode, finished.stdout.split()) == (0, ["0100007F"]), finished.stderr  # 127.0.0.1
 
 
 @pytest.mark.slow

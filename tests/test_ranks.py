@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -217,13 +218,6 @@ def test_all_ranks_end_with_one_message(tmp_path, name, arguments, status, own_s
     assert not report.exists() or report.read_text() == f"{status}\n"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_lost_while_the_ranks_connect_is_named(tmp_path, rank):
-    ended = run_job(tmp_path, 3, die_while_ranks_connect, rank)
-    skipped = COLLECTIVE.format(4, r"rank 1 \(process \d+ on \S+\) did not call it")
-    check_ends(ended, [-9 if number == rank else 1 for number in range(3)], skipped if rank else LOST_0)
-
-
 @pytest.mark.parametrize(("rank", "agent_store", "line"), [(1, False, NO_ANSWER.format(1)), (0, False, LOST_0),
     (0, True, r"error: rank \d: no answer from rank 0 .*")])  # fmt: skip
 def test_a_stopped_rank_ends_the_others(tmp_path, rank, agent_store, line):
@@ -238,18 +232,8 @@ def test_a_stopped_rank_ends_the_others(tmp_path, rank, agent_store, line):
     check_ends(job.wait(LONG), [-9 if number == rank else 1 for number in range(3)], line)
 
 
-def test_a_slow_rank_is_not_lost_nor_one_that_continues(tmp_path):
-    ended = run_job(tmp_path, 2, play_with_long_collectives, "slow_down")
-    assert [(one.status, one.errors) for one in ended] == [(0, "")] * 2
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("skip_a_sum", r"rank 1 \(process \d+ on \S+\) did not call it"),
-        ("swap_two", "the ranks called different ones"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), [("swap_two", "the ranks called different ones"),
+    ("skip_a_sum", r"rank 1 \(process \d+ on \S+\) did not call it")])  # fmt: skip
 def test_ranks_that_wait_for_each_other_end_with_one_message_and_their_collectives(tmp_path, name, reason):
     ended = run_job(tmp_path / "job", 3, play_within, LIMIT, tmp_path, name)
     check_ends(ended, [1, 1, 1], rf"{COLLECTIVE.format(8, reason)}: {tmp_path}/collectives_\*.json")
@@ -264,21 +248,27 @@ def test_a_failure_of_the_main_process_is_not_blamed_on_another(tmp_path):
     check_ends(ended, [2, 2], r"error: rank 0: /.*")
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "words"),
-    [
-        (start_training, ("--set=batch_size=33",), "batch_size 33 cannot be split evenly over 2 ranks"),
-        (start_training, ("--set=batch_size=none",), 'batch_size is "none"'),
-        (choose_cuda_on, (1,), "error: rank 1: device: cuda was asked for"),  # the other rank waits for it
-    ],
-)
-def test_an_error_at_the_start_is_printed_once(tmp_path, function, arguments, words):
-    ended = run_job(tmp_path, 2, function, *arguments, CUDA_VISIBLE_DEVICES="")
-    check_ends(ended, [2, 2], f".*{words}.*")
+SKIPPED = COLLECTIVE.format(4, r"rank 1 \(process \d+ on \S+\) did not call it")
+ENDS = {  # what every rank calls; exit statuses and lines printed
+    "killed while the ranks connect": (die_while_ranks_connect, (1,), [1, -9, 1], SKIPPED),
+    "rank 0 killed while the ranks connect": (die_while_ranks_connect, (0,), [-9, 1, 1], LOST_0),
+    "slow or stopped for a while": (play_with_long_collectives, ("slow_down",), [0, 0]),
+    "uneven batch": (start_training, ("--set=batch_size=33",), [2, 2],
+                     ".*batch_size 33 cannot be split evenly over 2 ranks.*"),
+    "bad setting": (start_training, ("--set=batch_size=none",), [2, 2], '.*batch_size is "none".*'),
+    # the other rank waits for it
+    "one without GPU": (choose_cuda_on, (1,), [2, 2], ".*error: rank 1: device: cuda was asked for.*"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_end_is_the_same_for_all_ranks_and_printed_once(tmp_path, name):
+    function, arguments, statuses, *lines = ENDS[name]
+    ended = run_job(tmp_path, len(statuses), function, *arguments, CUDA_VISIBLE_DEVICES="")
+    check_ends(ended, statuses, *lines)
 
 
 # ---- start
-
 
 NOWHERE = ALONE | {"MASTER_ADDR": "nowhere.invalid"}
 STARTS = {  # ranks that start; their number, variables and timeout; exit status and lines printed
@@ -304,9 +294,8 @@ def test_what_is_missing_at_the_start_is_named(tmp_path, name):
 def test_a_port_in_use_is_named(tmp_path):
     store = serve_store()
     (ended,) = Job(tmp_path, wait_for_all, (2,), [torchrun_variables(0, 2, store.port)]).wait()
-    check_ends(
-        [ended], [2], r"error: rank 0: port \d+ on \S+ cannot be opened \(Address already in use\), .*MASTER_PORT.*"
-    )
+    line = r"error: rank 0: port \d+ on \S+ cannot be opened \(Address already in use\), .*MASTER_PORT.*"
+    check_ends([ended], [2], line)
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n"])
@@ -331,16 +320,11 @@ def test_a_rank_does_not_wait_forever_for_another_program_at_the_port(tmp_path, 
 
 def test_a_name_that_kubernetes_does_not_know_yet_is_awaited(monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    answers = [["pod-0"], OSError(-2, "Name or service not known"), OSError(-2, "Name or service not known")]
-
-    def resolve(*_: object) -> object:
-        if isinstance(answer := answers.pop(), OSError):
-            raise answer
-        return answer
-
-    port = free_port()
+    unknown = OSError(-2, "Name or service not known")
+    resolve, port = Mock(side_effect=[unknown, unknown, ["pod-0"]]), free_port()
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert open_store(Launch(0, 2, 0, 2, address="pod-0.service", port=port), 60) is not None and not answers
+    assert open_store(Launch(0, 2, 0, 2, address="pod-0.service", port=port), 60) is not None
+    assert resolve.call_count == 3
 
 
 def test_ranks_meet_in_rank_0s_store_whatever_torchrun_has_counted(tmp_path):

@@ -4,7 +4,7 @@
     python -m tests.faults.chaos --faults 30 --seed 1 --nproc 2 --only 7
 
 Each run meets up to eight faults: kills of a rank or a loader worker, one or many signals, a process that is stopped
-for a while or gets little of its core, a clock set back, full, read-only or broken disks, a newest checkpoint that is
+for a while or gets little of its core, a clock set back, full or broken disks, a newest checkpoint that is
 damaged or unreadable. They strike after random steps. The same seed and number repeat a run (`--only NUMBER`), except
 for the exact moment at which a signal arrives. The same command is started until the run has finished. Then:
 - final weights, optimizer, random states and metrics.jsonl equal the uninterrupted run's;
@@ -12,7 +12,6 @@ for the exact moment at which a signal arrives. The same command is started unti
 - no process, temporary file or lock is left, and metrics.jsonl has exactly the starts that trained.
 """
 
-import argparse
 import fcntl
 import json
 import os
@@ -22,7 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,7 +91,10 @@ def meet_faults(job: ForkedRun, starts: list[list[Fault]], folder: Path) -> tupl
                 damage(max((folder / "checkpoints").glob("step-*.pt")), cut=fault.kind.startswith("cut"))
         with Attempt(replace(job, faults=faults), folder) as attempt:
             status = attempt.wait()
-            wait_for_orphans(folder, attempt.deadline)
+            while find_processes(folder):  # the workers of killed ranks
+                if time.monotonic() > attempt.deadline:
+                    raise ExpectedError(f"processes {find_processes(folder)} of {folder} do not end")
+                time.sleep(0.05)
             trained += attempt.has_begun()
             output = attempt.log.read_text(errors="replace")
         struck = [fault for fault in faults if fault.mark in output]
@@ -102,11 +105,8 @@ def meet_faults(job: ForkedRun, starts: list[list[Fault]], folder: Path) -> tupl
         if wrong or status == 0:
             break
     records = len(read_records(folder / METRICS, "start", "resume"))
-    if records != trained:
-        wrong.append(f"{records} starts in {METRICS}, {trained} that trained")
-    if not wrong and not read_records(folder / METRICS, RECORDS[-1]):
-        wrong.append("did not reach its end")
-    return met, wrong
+    wrong += [f"{records} starts in {METRICS}, {trained} that trained"] if records != trained else []
+    return met, wrong or ([] if finished else ["did not reach its end"])
 
 
 def check_start(
@@ -115,38 +115,25 @@ def check_start(
     """Return (whether each fault of a start was named, if it had to be; problems).
 
     A fault may come after the training has `finished`, too late to end the start."""
-    wrong: list[str] = []
     ended_by = [fault for fault in struck if KINDS[fault.kind].statuses]
     expected = KINDS[ended_by[-1].kind].statuses if ended_by else (0,)
     too_late = finished and status == 0
+    end, all_named, wrong = output[-800:], [], []
     if status not in expected and not too_late:
-        wrong.append(f"status {status} after {[fault.kind for fault in struck]}, expected {expected}: {output[-800:]}")
-    all_named = []
+        wrong.append(f"status {status} after {[fault.kind for fault in struck]}, expected {expected}: {end}")
     for fault in struck:
         pattern = KINDS[fault.kind].named.format(rank=fault.rank, who=f"rank {fault.rank}: " if nproc > 1 else "")
         silent = status < 0 and (nproc == 1 or finished)  # a killed process prints nothing
-        named = silent or (too_late and fault in ended_by) or re.search(pattern, output) is not None
-        all_named.append(named)
-        wrong += [] if named else [f"{fault.kind} is not named ({pattern!r}): {output[-800:]}"]
+        all_named.append(silent or (too_late and fault in ended_by) or re.search(pattern, output) is not None)
+        wrong += [] if all_named[-1] else [f"{fault.kind} is not named ({pattern!r}): {end}"]
     errors = re.findall(r"^error: .*", output, re.MULTILINE)
-    wrong += [f"several messages: {errors}"] if len(errors) > 1 else []
-    return all_named, wrong
-
-
-def wait_for_orphans(folder: Path, deadline: float) -> None:
-    """Wait for the workers of killed ranks to end; raise `ExpectedError` if they hang."""
-    while find_processes(folder):
-        if time.monotonic() > deadline:
-            raise ExpectedError(f"processes {find_processes(folder)} of {folder} do not end")
-        time.sleep(0.05)
+    return all_named, wrong + ([f"several messages: {errors}"] if len(errors) > 1 else [])
 
 
 def find_leftovers(folder: Path) -> list[str]:
     """Return the temporary files and the lock that a finished run has left behind."""
     left = [f"left behind: {path.name}" for path in folder.rglob("*.tmp")]
-    if not (folder / ".lock").exists():  # it failed before
-        return left
-    with (folder / ".lock").open() as lock:
+    with suppress(FileNotFoundError), (folder / ".lock").open() as lock:  # not there if it failed before
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -154,12 +141,13 @@ def find_leftovers(folder: Path) -> list[str]:
     return left
 
 
-def show(counts: Counter[str], has_message: Mapping[str, bool]) -> None:
-    """Print a table by kind, with sums. `has_message`: whether a fault of the kind must be named in the output."""
-    numbers = {kind: [counts[f"{kind}: {what}"] for what in ("met", "survived", "named")] for kind in has_message}
+def show(counts: Counter[str]) -> None:
+    """Print a table by kind, with sums."""
+    numbers = {kind: [counts[f"{kind}: {what}"] for what in ("met", "survived", "named")] for kind in KINDS}
     numbers["all"] = [sum(column) for column in zip(*numbers.values(), strict=True)]
+    has_message = {kind for kind, properties in KINDS.items() if properties.named}
     rows = [
-        [kind, str(met), str(survived), str(named) if has_message.get(kind) else "-", str(met - survived)]
+        [kind, str(met), str(survived), str(named) if kind in has_message else "-", str(met - survived)]
         for kind, (met, survived, named) in numbers.items()
     ]
     print_table("", ["fault", "met", "survived", "named right", "unexpected"], rows)
@@ -174,32 +162,6 @@ def _is_of_a_library(path: Path) -> bool:
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the campaign, print its table, and return the exit status."""
-    options = parser().parse_args(argv)
-    seed = options.seed
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
-    work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
-    print(f"seed {seed}, in {work}", flush=True)
-    train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
-    end = time.monotonic() + options.total_timeout
-    numbers = iter(range(1, options.faults + 1) if options.only is None else [options.only])
-    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:  # not below --work-dir: sockets need a short path
-        os.environ["TMPDIR"] = tempfile.tempdir = temporary  # inherited by forked ranks
-        job = ForkedRun(train, options.nproc, options.timeout, end)
-        counts, problems = campaign(job, seed, numbers, options.faults, work)
-        left = [path for path in Path(temporary).iterdir() if not _is_of_a_library(path)]
-        problems += [f"left behind in TMPDIR: {path.name}" for path in left]
-    show(counts, {kind: bool(properties.named) for kind, properties in KINDS.items()})
-    repeat = f"python -m tests.faults.chaos --faults {options.faults} --nproc {options.nproc} --seed {seed}"
-    if problems:
-        print("\n".join(problems))
-        print(f"verdict: {len(problems)} UNEXPECTED; the runs are in {work}\nrepeat with: {repeat}")
-        return 1
-    shutil.rmtree(work)
-    print(f"verdict: every run ended like the uninterrupted one\nrepeat with: {repeat}")
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
     statuses = "0 all as expected; 1 something unexpected; 2 usage; 130 interrupted. Needs Linux."
     parser = new_parser("chaos", __doc__, statuses)
     parser.prog = "python -m tests.faults.chaos"
@@ -207,7 +169,27 @@ def parser() -> argparse.ArgumentParser:
     add_count(parser, "--nproc", 1, "ranks")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="repeat only the run with this number")
     add_limits(parser, 300.0)
-    return parser
+    options = parser.parse_args(argv)
+    seed, nproc, faults = options.seed, options.nproc, options.faults
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
+    work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
+    print(f"seed {seed}, in {work}", flush=True)
+    train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
+    end = time.monotonic() + options.total_timeout
+    numbers = iter(range(1, faults + 1) if options.only is None else [options.only])
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:  # not below --work-dir: sockets need a short path
+        os.environ["TMPDIR"] = tempfile.tempdir = temporary  # inherited by forked ranks
+        counts, problems = campaign(ForkedRun(train, nproc, options.timeout, end), seed, numbers, faults, work)
+        left = [path for path in Path(temporary).iterdir() if not _is_of_a_library(path)]
+        problems += [f"left behind in TMPDIR: {path.name}" for path in left]
+    show(counts)
+    if problems:
+        print("\n".join(problems) + f"\nverdict: {len(problems)} UNEXPECTED; the runs are in {work}")
+    else:
+        shutil.rmtree(work)
+        print("verdict: every run ended like the uninterrupted one")
+    print(f"repeat with: python -m tests.faults.chaos --faults {faults} --nproc {nproc} --seed {seed}")
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -96,16 +95,15 @@ def plan_flip(learner: Learner, flip: Flip, rank: int, after: Callable[[], None]
             name, parameter = choose.choice(list(learner.model.named_parameters()))
             handle = parameter.register_hook(partial(strike_gradient, f"gradient {name}"))
         elif flip.kind == "activation":
-            name, layer = choose.choice(
-                [item for item in learner.model.named_modules() if not list(item[1].children())]
-            )
+            layers = [item for item in learner.model.named_modules() if not list(item[1].children())]
+            name, layer = choose.choice(layers)
             # before the hooks of a checked step
             handle = layer.register_forward_hook(partial(strike_output, f"output {name}"), prepend=True)
         else:
-            tensors = state_of(learner, flip.kind)
+            tensors = list(state_of(learner, flip.kind).items())
             if not tensors:
                 raise ConfigError("there is no optimizer state to flip a bit of: this optimizer keeps none yet")
-            strike(*choose.choice(list(tensors.items())))
+            strike(*choose.choice(tensors))
         train(images, labels)
         if handle is not None:
             handle.remove()
@@ -270,9 +268,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--strike", choices=KINDS, metavar="KIND", help=f"train with one flip: {', '.join(KINDS)}")
     parser.add_argument("--step", type=at_least_one, metavar="N", help="--strike: in this step, counted from 1")
     parser.add_argument("--rank", type=int, default=0, metavar="RANK", help="--strike: on this rank (default: 0)")
-    parser.add_argument(
-        "--run-dir", type=Path, default=Path("expts/inject"), metavar="DIR", help="--strike: the run's folder"
-    )
+    parser.add_argument("--run-dir", default="expts/inject", metavar="DIR", help="--strike: the run's folder")
     return parser
 
 

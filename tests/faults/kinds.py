@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from utils import files
+
 STOPPED_SECONDS = 0.5
 LONGEST_DELAY = 0.04  # seconds: some steps
 
@@ -60,17 +62,12 @@ def _send(*numbers: signal.Signals) -> Callable[[], None]:
 
 def _kill_worker() -> None:
     """Kill a loader worker of this rank, as the kernel does when memory is full."""
-    workers = multiprocessing.active_children()
-    os.kill(workers[0].pid or 0, signal.SIGKILL)
+    multiprocessing.active_children()[0].kill()
 
 
 def _in_a_shell(script: str) -> Callable[[], None]:
     """Strike from another process, as this one may be stopped."""
-
-    def strike() -> None:
-        subprocess.Popen(["sh", "-c", script, "sh", str(os.getpid())])
-
-    return strike
+    return lambda: subprocess.Popen(["sh", "-c", script, "sh", str(os.getpid())])
 
 
 def _set_clock_back() -> None:
@@ -81,15 +78,10 @@ def _set_clock_back() -> None:
 def _fail_writes(number: int) -> Callable[[], None]:
     """From now on, every atomic write, such as of a checkpoint, fails with this error."""
 
-    def strike() -> None:
-        from utils import files
+    def fail(path: Path, content: bytes) -> NoReturn:
+        raise OSError(number, os.strerror(number), str(path))
 
-        def fail(path: Path, content: bytes) -> NoReturn:
-            raise OSError(number, os.strerror(number), str(path))
-
-        files.write_new = fail
-
-    return strike
+    return lambda: setattr(files, "write_new", fail)
 
 
 def _fill_disk_of_logs() -> None:
@@ -113,10 +105,6 @@ def _fail_read() -> None:
     Path.read_bytes = fail_newest
 
 
-def _damaged() -> None:
-    """Does nothing: chaos.py damages the file before the start."""
-
-
 KILLED = (-signal.SIGKILL, 1)  # statuses of the killed process, and of the other ranks
 BOTH = (signal.SIGUSR1, signal.SIGTERM)
 STOP = f"kill -STOP $1; sleep {STOPPED_SECONDS}; kill -CONT $1"
@@ -134,22 +122,19 @@ KINDS: Mapping[str, FaultKind] = {
     "clock set back": FaultKind(_set_clock_back),
     "disk full": FaultKind(_fail_writes(errno.ENOSPC), (1,), f"{NO_WRITE}No space left on device", only_main=True),
     "disk of logs full": FaultKind(_fill_disk_of_logs, (1,), f"{NO_WRITE}No space left on device", only_main=True),
-    "disk read-only": FaultKind(_fail_writes(errno.EROFS), (1,), f"{NO_WRITE}Read-only file system", only_main=True),
     "write error": FaultKind(_fail_writes(errno.EIO), (1,), f"{NO_WRITE}Input/output error", only_main=True),
     "read error": FaultKind(_fail_read, named="Skipped: .*Input/output error", only_main=True, before=True),
-    "damaged checkpoint": FaultKind(_damaged, named="Skipped: .*is damaged", only_main=True, before=True),
-    "cut-off checkpoint": FaultKind(_damaged, named="Skipped: .*is damaged", only_main=True, before=True),
+    # chaos.py damages the file before the start
+    "damaged checkpoint": FaultKind(_send(), named="Skipped: .*is damaged", only_main=True, before=True),
+    "cut-off checkpoint": FaultKind(_send(), named="Skipped: .*is damaged", only_main=True, before=True),
 }
 
 
 def damage(path: Path, cut: bool) -> None:
-    """Change one byte of a checkpoint, or leave only its first half."""
+    """Leave only the first half of a checkpoint, or change one byte."""
     content = bytearray(path.read_bytes())
-    if cut:
-        del content[len(content) // 2 :]
-    else:
-        content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content[: len(content) // 2] if cut else content)
 
 
 def plan_faults(seed: int, number: int, steps: int, nproc: int, most: int) -> list[list[Fault]]:

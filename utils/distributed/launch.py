@@ -27,7 +27,6 @@ LOOPBACK_OPTIONS = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file,keep_ali
 LOOPBACK_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # rank 0 serves the ranks' store, not torchrun
 FIRST_PORT, NUM_PORTS = 20000, 10000  # below 32768, where Linux's ephemeral ports begin
 
-
 # The names of a launcher's variables. srun has a list of tasks per node instead of `local_world_size`.
 Launcher = namedtuple("Launcher", ("rank", "world_size", "local_rank", "local_world_size"))
 TORCHRUN = Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # also set by hand
@@ -60,10 +59,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch:
     rank, world_size = _whole_number(environment, launcher.rank), _whole_number(environment, launcher.world_size)
     local_rank = _whole_number(environment, launcher.local_rank, default="0")
     if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"{launcher.rank} is {rank} and {launcher.world_size} is {world_size}; "
-            f"ranks count from 0 to {launcher.world_size} - 1, start every process with its own"
-        )
+        raise ConfigError(f"{launcher.rank} is {rank} and {launcher.world_size} is {world_size}; ranks count from 0")
     if world_size == 1:
         return Launch(local_rank=local_rank)
     job = next((environment[name] for name in JOB_VARIABLES if environment.get(name)), "")
@@ -104,8 +100,7 @@ def fill_in_job(option: str, text: str, environment: Mapping[str, str]) -> str:
 
 def was_restarted(environment: Mapping[str, str]) -> bool:
     """Return whether torchrun or Slurm has automatically restarted this run."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(environment.get(name, "0") not in ("", "0") for name in counts)
+    return any(environment.get(f"{name}_RESTART_COUNT", "0") not in ("", "0") for name in ("TORCHELASTIC", "SLURM"))
 
 
 def job_name(environment: Mapping[str, str]) -> str:
@@ -113,8 +108,8 @@ def job_name(environment: Mapping[str, str]) -> str:
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     if environment.get("SLURM_JOB_ID") or run != "none":
         return environment.get("SLURM_JOB_ID") or run
-    # torchrun calls every unnamed run "none"; its process and that one's start time (field 22) stay the same when it
-    # restarts its ranks. In containers every torchrun may have the same process number.
+    # torchrun calls every unnamed run "none"; its process and start time (field 22) stay the same over restarts. In
+    # containers every torchrun may have the same process number.
     process, started = os.getppid(), ""
     with suppress(OSError):
         started = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
@@ -129,13 +124,12 @@ def first_host(node_list: str) -> str:
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """Name ranks, with consecutive ones as a range: `rank 3`, `ranks 1-3, 7`."""
-    ordered = sorted(ranks)
     parts: list[str] = []
     # consecutive ranks have the same difference from their index
-    for _, pairs in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
-        run = [rank for _, rank in pairs]
-        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
-    return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(parts)}"
+    for _, pairs in groupby(enumerate(sorted(ranks)), key=lambda pair: pair[1] - pair[0]):
+        run = [str(rank) for _, rank in pairs]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else run
+    return f"rank{'s' if parts[1:] or '-' in parts[0] else ''} {', '.join(parts)}"
 
 
 def _find_launcher(environment: Mapping[str, str]) -> Launcher | None:
@@ -147,8 +141,7 @@ def _find_launcher(environment: Mapping[str, str]) -> Launcher | None:
         if all(environment.get(name) for name in launcher[:3]):
             return launcher
     for name, absent, alone in (("RANK", "WORLD_SIZE", "0"), ("WORLD_SIZE", "RANK", "1")):
-        value = environment.get(name)
-        if value and value != alone:
+        if (value := environment.get(name, "")) not in ("", alone):
             raise ConfigError(f"{name} is {value} but {absent} is not set; start with torchrun, or unset {name}")
     return None
 
@@ -180,13 +173,9 @@ def _address(environment: Mapping[str, str], launcher: Launcher, world_size: int
             return "127.0.0.1"
         # the step's list is the list of the ranks' nodes only if srun started them
         nodes = environment.get("SLURM_STEP_NODELIST") if launcher == SRUN else None
-        nodes = nodes or environment.get("SLURM_JOB_NODELIST")
-        if nodes:
+        if nodes := nodes or environment.get("SLURM_JOB_NODELIST"):
             return first_host(nodes)
-    raise ConfigError(
-        f"{launcher.rank} is set but MASTER_ADDR is not; set it to the host of rank 0 in every process "
-        "(export it before mpiexec; Open MPI: mpirun -x MASTER_ADDR=HOST), or start with torchrun"
-    )
+    raise ConfigError(f"{launcher.rank} is set but MASTER_ADDR is not; set it to the host of rank 0 (mpirun -x)")
 
 
 def _port(environment: Mapping[str, str], launcher: Launcher, job: str) -> int:
@@ -197,8 +186,5 @@ def _port(environment: Mapping[str, str], launcher: Launcher, job: str) -> int:
             raise ConfigError(f"MASTER_PORT is {port}; allowed: 1 to 65535")
         return port
     if not job:
-        raise ConfigError(
-            f"{launcher.rank} is set but MASTER_PORT is not, and no variable names the job; "
-            "set MASTER_PORT to the same free port in every process"
-        )
+        raise ConfigError(f"{launcher.rank} is set but MASTER_PORT is not; set it to the same port in every process")
     return FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS

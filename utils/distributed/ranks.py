@@ -110,9 +110,7 @@ def open_store(launch: Launch, timeout: float) -> dist.Store:
     # Kubernetes adds a pod's name only when the pod has an address
     patience = timeout if "KUBERNETES_SERVICE_HOST" in os.environ else 0
     if not wait_for(lambda: socket.getaddrinfo(launch.address, port), patience):
-        raise ConfigError(
-            f"MASTER_ADDR {launch.address!r} does not resolve on {host}; set it to a name or address of rank 0's host"
-        )
+        raise ConfigError(f"MASTER_ADDR {launch.address!r} does not resolve on {host}; set it to the host of rank 0")
     # with all ranks on one node, rank 0 serves the store on the loopback only
     one_node = launch.hosts_store and launch.local_world_size == launch.world_size
     if launch.hosts_store and launch.rank == 0:
@@ -154,8 +152,7 @@ def _connect(address: str, launch: Launch, timeout: float) -> dist.TCPStore:
     # PyTorch waits forever for another program that listens at this port and never answers
     with deadline(STORE_SECONDS, give_up):
         try:
-            seconds = timedelta(seconds=STORE_SECONDS)
-            return dist.TCPStore(address, launch.port, timeout=seconds, wait_for_workers=False)
+            return dist.TCPStore(address, launch.port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
         except dist.DistError:
             raise ExpectedError(message) from None
 
@@ -193,16 +190,13 @@ def check_devices(places: Sequence[tuple[str, int, str, str]]) -> None:
     """Refuse ranks on CPUs among ranks on GPUs, and two ranks on one GPU: they would hang, or NCCL would only report a
     failed system call. `places`: host, process, kind of device and GPU of each."""
     kinds, gpus = [kind for _, _, kind, _ in places], [(host, gpu) for host, _, _, gpu in places]
-    if without := [rank for rank, kind in enumerate(kinds) if kind == "cpu"] if "cuda" in kinds else []:
+    if "cuda" in kinds and (without := [rank for rank, kind in enumerate(kinds) if kind == "cpu"]):
         raise ConfigError(
             f"{name_ranks(without)} of {len(places)} find no usable GPU, the others do; check driver and "
             f"CUDA_VISIBLE_DEVICES on their nodes with {command('doctor')}, or use device: cpu"
         )
     if sharing := [rank for rank, gpu in enumerate(gpus) if gpu[1] and gpus.count(gpu) > 1]:
-        raise ConfigError(
-            f"{name_ranks(sharing)} share a GPU with another rank; start one process per GPU, and let each process of "
-            "a node see all GPUs, or only its own (CUDA_VISIBLE_DEVICES, srun --gpus-per-task=1)"
-        )
+        raise ConfigError(f"{name_ranks(sharing)} share a GPU; start one process per GPU (srun: --gpus-per-task=1)")
 
 
 # ---- run and end
@@ -314,11 +308,10 @@ class Peers:
     def _unreachable(self) -> Failure:
         """Return the failure of a rank that has lost the store. All ranks of a node find it, and cannot agree who
         prints it."""
-        rank, place = self.launch.rank, f"the store at {self.launch.address}:{self.launch.port}"
-        if self.launch.local_rank != 0 and rank != 1:
-            return Failure(1)
-        server = f"{self._name([0])}, or " if rank else ""
-        return Failure(1, f"error: rank {rank}: lost contact with {server}{place}: {GONE}")
+        rank, server = self.launch.rank, f"{self._name([0])}, or " if self.launch.rank else ""
+        place = f"{server}the store at {self.launch.address}:{self.launch.port}"
+        silent = self.launch.local_rank != 0 and rank != 1
+        return Failure(1, "" if silent else f"error: rank {rank}: lost contact with {place}: {GONE}")
 
     def _find_closed(self) -> list[int]:
         """Return the ranks whose connection with rank 0 is broken."""
@@ -343,10 +336,9 @@ class Peers:
         absent = [rank for rank in range(self.launch.world_size) if not self._store.check([f"waits/{rank}"])]
         reason = f"{self._name(absent)} did not call it" if absent else "the ranks called different ones"
         message = f"a collective has not ended within {self._timeout:g} s (rank_timeout_seconds): {reason}"
-        message = f"error: rank {self.launch.rank}: {message}, or the network is broken"
-        if self._folder is not None and self._folder.is_dir():
-            message += f"; each rank's last ones: {self._folder}/{COLLECTIVES}*.json"
-        return Failure(1, message, hang=True)
+        kept = self._folder is not None and self._folder.is_dir()
+        where = f"; each rank's last ones: {self._folder}/{COLLECTIVES}*.json" if kept else ""
+        return Failure(1, f"error: rank {self.launch.rank}: {message}, or the network is broken{where}", hang=True)
 
     def _claim(self, store: dist.Store, failure: Failure) -> Failure:
         """Make this the run's failure and print it; if another one was first, return that."""
@@ -366,13 +358,14 @@ class Peers:
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this process after an exception in the main thread, with the status of the run's first failure."""
-        if threading.current_thread() is threading.main_thread():
-            # torchrun and Slurm terminate the others as soon as one has failed: let this one finish its report
+        # torchrun and Slurm terminate the others as soon as one has failed: let this one finish its report
+        with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            # PyTorch's handler would raise here when a loader worker dies
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise when a loader worker dies
         failure = _describe(error, self.launch)
-        text = str(error) if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error) else ""
+        # PyTorch raises a ConnectionError where the store's connection is reset
+        from_torch = isinstance(error, RuntimeError | ConnectionError) and "DataLoader worker" not in str(error)
+        text = str(error) if from_torch else ""
         lost = self._places and LOST_RANK.search(text)
         try:
             with deadline(STORE_SECONDS, lambda: self._end(failure)):
@@ -384,7 +377,7 @@ class Peers:
                 failure = self._claim(self._store, failure)
                 for rank in range(self.launch.world_size if not self._places else 0):
                     self._store.compare_set(f"arrived/{rank}", "", "[]")  # end the wait of the others in `_meet`
-        except dist.DistError:
+        except (dist.DistError, ConnectionError):
             failure = self._unreachable() if lost else failure
         self._end(failure)
 

@@ -1,13 +1,11 @@
 """Describe a run without training: `train.py --dry-run`."""
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from utils.base_config import as_yaml
-from utils.training.checks.fingerprints import WORKING_BYTES
 from utils.training.config import TrainingConfig
 from utils.training.learner import Learner
 from utils.training.precision import MasterWeights, Precision
@@ -21,10 +19,11 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     steps = schedule.total_steps // config.max_epochs
     states = state_bytes(config, learner.weights)
+    if config.verify_every_steps is not None:  # a checked step keeps a copy of the state before it
+        states += states - gradient_bytes(learner.weights)
     per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, image_shape)
     activations = per_image * learner.batch.micro_batch_size
-    snapshot = snapshot_bytes(learner, image_shape) if config.verify_every_steps is not None else 0
-    total = f"{(states + activations + snapshot) / 1e9:.2f} GB"
+    total = f"{(states + activations) / 1e9:.2f} GB"
     lines = [
         f"model            {network}, {parameters:,} parameters, {learner.precision}",
         f"training images  {dataset}, {steps * config.batch_size:,} in {steps} steps per epoch",
@@ -32,12 +31,11 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
         f"epochs           {config.max_epochs}, {schedule.total_steps:,} steps",
         f"memory estimate  {total} per rank, without libraries and workspaces:",
         f"  weights, gradients and optimizer {states / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB",
-        *([f"  snapshot for verify_every_steps {snapshot / 1e9:.2f} GB"] if snapshot else []),
         f"learning rate    schedule {as_yaml(config.lr_schedule)}",
     ]
     turns = (0, schedule.warmup_steps, *schedule.milestone_steps, schedule.total_steps)
-    for step in sorted({step for turn in turns for step in (turn - 1, turn) if 0 <= step < schedule.total_steps}):
-        lines.append(f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}")
+    steps_shown = sorted({step for turn in turns for step in (turn - 1, turn) if 0 <= step < schedule.total_steps})
+    lines += [f"  step {step:>8,}  {config.peak_lr * schedule.factor(step):.6g}" for step in steps_shown]
     if config.schedule_kind == "plateau":
         patience = config.plateau_patience + 1
         lines.append(f"  then x {config.lr_decay_factor:g} after {patience} epochs without a better validation loss")
@@ -50,13 +48,6 @@ def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
     moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
     average = _bytes(weights.model.state_dict().values()) if config.ema_decay is not None else 0
     return 2 * gradient_bytes(weights) + moments * _bytes(weights.parameters()) + average
-
-
-def snapshot_bytes(learner: Learner, image_shape: tuple[int, int, int]) -> int:
-    """Return the bytes of `verify_every_steps` for the state before the step, its batch and fingerprints."""
-    batch = learner.batch.rank_batch_size * (4 * math.prod(image_shape) + 8)  # float32 images, int64 labels
-    state = state_bytes(learner.config, learner.weights) - gradient_bytes(learner.weights)
-    return state + _bytes(learner.weights.model.buffers()) + batch + WORKING_BYTES
 
 
 def gradient_bytes(weights: MasterWeights) -> int:
@@ -77,9 +68,7 @@ def activation_bytes_per_image(
     kept: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     device, totals = next(model.parameters()).device, []
@@ -89,7 +78,7 @@ def activation_bytes_per_image(
         labels = torch.zeros(number, dtype=torch.int64, device=device)
         with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             loss = criterion(precision.forward(model, torch.zeros(number, *image_shape, device=device)), labels)
-        totals.append(sum(kept.values()))
+        totals.append(sum(size for storage, size in kept.items() if storage not in weights))
         del loss
         kept.clear()
     model.load_state_dict(buffers, strict=False)

@@ -6,10 +6,10 @@ DDP's all-reduce makes every rank's step equally long, so a slow rank shows only
 
 import resource
 import socket
-import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,14 +34,14 @@ class StepWatch:
         self._history: deque[list[float]] = deque(maxlen=SLOW_WINDOWS)  # [log point][rank], over epochs
         self._reported: set[str] = set()
         self._first = True
-        self._window = self._epoch = self._times()  # at their beginning
+        self._window = self._epoch = clock.by_activity()  # at their beginning
         # The first layer's gradient comes last; its hook runs before DDP waits for the other ranks.
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda parameter: self._end_span())
 
     def batches(self, loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the loader's batches, and time the wait for each."""
-        self._window = self._epoch = self._times()
+        self._window = self._epoch = self.clock.by_activity()
         self._spans, iterator = [], iter(loader)
         while True:
             self._spans.append([self._now()])
@@ -51,14 +51,10 @@ class StepWatch:
                 return
             yield batch
 
-    def _times(self) -> tuple[float, float]:
-        """Return the seconds so far of waiting for input, and of the loop over training batches."""
-        return self.clock.seconds("input"), self.clock.seconds(*LOOP)
-
-    def _waited(self, since: tuple[float, float]) -> float:
+    def _waited(self, since: dict[str, float]) -> float:
         """Return the fraction of the loop's time in which the host waited for input."""
-        waited, total = (now - then for now, then in zip(self._times(), since, strict=True))
-        return waited / total if total else 0.0
+        spent = {name: seconds - since[name] for name, seconds in self.clock.by_activity().items() if name in LOOP}
+        return spent["input"] / (sum(spent.values()) or 1.0)
 
     def _now(self) -> Any:
         """Return the time: the host's in seconds, or on a GPU an event in its queue, read at the log point."""
@@ -69,17 +65,16 @@ class StepWatch:
         return event
 
     def _end_span(self) -> None:
-        """Take the time of the last gradient: with several micro-batches that of the last call. A captured step replays
-        without Python: nothing to time."""
+        """Take the time of the last gradient, of the last micro-batch. A captured step replays without Python."""
         if self._spans and not (self.cuda and torch.cuda.is_current_stream_capturing()):
             self._spans[-1][1:] = [self._now()]
 
     def close_window(self) -> dict[str, float]:
-        """Return {"data_wait" (fraction of the window), "memory_gb"} and start the next window. Call when the device
-        has finished its work."""
-        spans = [span for span in self._spans if span[1:]]
-        seconds = [start.elapsed_time(end) / 1e3 if self.cuda else end - start for start, end in spans]
-        waited, self._window, self._spans = self._waited(self._window), self._times(), []
+        """Return {"data_wait": fraction, "memory_gb"} and start the next window. The device has finished its work."""
+        seconds = [
+            span[0].elapsed_time(span[1]) / 1e3 if self.cuda else span[1] - span[0] for span in self._spans if span[1:]
+        ]
+        waited, self._window, self._spans = self._waited(self._window), self.clock.by_activity(), []
         if self._first:  # the process's first window includes the start of workers and the choice of algorithms
             self._epoch, self._first = self._window, False
         else:
@@ -95,31 +90,25 @@ class StepWatch:
         found, most = {}, max(waits)
         if most > MAX_INPUT_WAIT:
             of_rank = f" of rank {waits.index(most)}" if len(waits) > 1 else ""
-            found["input"] = (
-                f"Waiting for input takes {most:.0%} of the time{of_rank}; try more num_data_workers, or find "
-                f"the fastest data_loader here with: {command('bench')} loaders"
-            )
+            found["input"] = f"Waiting for input takes {most:.0%} of the time{of_rank}; try more num_data_workers, or "
+            found["input"] += f"find the fastest data_loader here with: {command('bench')} loaders"
         for rank, factor in slow_ranks(self._history):
-            found[f"rank {rank}"] = (
-                f"Rank {rank} on {hosts[rank]} is slow: it needs {factor:.2f} times the median of the others "
-                f"before each all-reduce; check its node with: {command('doctor')} --nodes"
-            )
-        new = [remark for name, remark in found.items() if name not in self._reported]
-        self._reported |= found.keys()
-        return new
+            slow = f"Rank {rank} on {hosts[rank]} is slow: it needs {factor:.2f} times the median of the others before "
+            found[f"rank {rank}"] = f"{slow}each all-reduce; check its node with: {command('doctor')} --nodes"
+        new = found.keys() - self._reported
+        self._reported |= new
+        return [remark for name, remark in found.items() if name in new]
 
 
 def slow_ranks(windows: Sequence[list[float]]) -> list[tuple[int, float]]:
-    """Return the ranks that took more than SLOW_FACTOR times the median of the other ranks in each of SLOW_WINDOWS
-    windows, with the median of that factor. `windows[i][rank]`: seconds per step."""
-    found = []
-    for rank in range(len(windows[0]) if len(windows) >= SLOW_WINDOWS and len(windows[0]) > 1 else 0):
-        # without the rank itself: the median of two would hide half of their difference
-        others = [statistics.median(row[:rank] + row[rank + 1 :]) for row in windows]
-        factors = [row[rank] / other if other else 1.0 for row, other in zip(windows, others, strict=True)]
-        if min(factors) > SLOW_FACTOR:
-            found.append((rank, statistics.median(factors)))
-    return found
+    """Return the ranks slower than SLOW_FACTOR times the median of the others in each of SLOW_WINDOWS windows, with the
+    median of that factor. `windows[i][rank]`: seconds per step."""
+    if len(windows) < SLOW_WINDOWS or len(windows[0]) == 1:
+        return []
+    # without the rank itself: the median of two would hide half of their difference; 0: nothing was timed
+    factors = [[own / (median(row[:i] + row[i + 1 :]) or own or 1) for i, own in enumerate(row)] for row in windows]
+    of_ranks = enumerate(zip(*factors, strict=True))
+    return [(rank, median(of_rank)) for rank, of_rank in of_ranks if min(of_rank) > SLOW_FACTOR]
 
 
 def peak_memory(device: torch.device) -> int:
