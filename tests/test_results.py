@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import itertools
 import json
 import re
 import runpy
@@ -79,9 +80,9 @@ def test_measured_table_has_accuracies_and_ratios():
 
 
 def test_rows_equal_their_logs():
-    named = {ROOT / row["log"] for rows in read_rows().values() for row in rows}
+    named = {ROOT / row["log"] for row in itertools.chain.from_iterable(read_rows().values())}
     assert {*(ROOT / "results").glob("*/seed-*/train.log")} <= named, "a kept log has no row"
-    for row in (row for rows in read_rows().values() for row in rows):
+    for row in itertools.chain.from_iterable(read_rows().values()):
         log = ROOT / row["log"]
         assert re.fullmatch(r"[0-9a-f]{64}", row["log_sha256"])
         if row["log_commit"]:

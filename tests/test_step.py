@@ -1,6 +1,5 @@
 """The training step: all variants compute the same, and none waits for the device."""
 
-import itertools
 import subprocess
 import sys
 from collections import Counter
@@ -54,17 +53,13 @@ SWITCHES = {
 def train_losses(config, one_rank, steps):
     trainer = Trainer(config, one_rank)
     trainer.learner.model.train()
-    epochs = itertools.chain.from_iterable(_epoch(trainer, epoch) for epoch in itertools.count())
     history = []
-    for images, labels in itertools.islice(epochs, steps):
-        trainer.learner.step(images, labels, trainer.learner.sums)
-        history.append(trainer.learner.sums.average_since_last(one_rank)["loss"])
+    while len(history) < steps:
+        trainer.loaders.train.set_epoch(len(history))
+        for images, labels in trainer.loaders.train:
+            trainer.learner.step(images, labels, trainer.learner.sums)
+            history.append(trainer.learner.sums.average_since_last(one_rank)["loss"])
     return torch.tensor(history)
-
-
-def _epoch(trainer, epoch):
-    trainer.loaders.train.set_epoch(epoch)
-    return trainer.loaders.train
 
 
 @pytest.fixture(autouse=True)
@@ -74,20 +69,20 @@ def kernels_in_small_networks(monkeypatch):
     monkeypatch.setattr("utils.training.kernels.winograd.MIN_CHANNEL_PAIRS", 200)
 
 
+SMALL = {"lr": 0.02, "limit_train_batches": 50}
+
+
 @pytest.fixture(scope="module")
-def references():
-    return {}
+def reference(tiny, one_rank):
+    return train_losses(tiny(**SMALL), one_rank, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_trains_like_float32_for_200_steps(tiny, one_rank, references, name):
+def test_a_switch_trains_like_float32_for_200_steps(tiny, one_rank, reference, name):
     """Rounding errors grow, so the first steps are compared one by one, then means over 50 steps."""
-    small: dict[str, object] = {"lr": 0.02, "limit_train_batches": 50}
-    if "reference" not in references:
-        references["reference"] = train_losses(tiny(**small), one_rank, 200)
-    reference, losses = references["reference"], train_losses(tiny(**(small | SWITCHES[name])), one_rank, 200)
+    losses = train_losses(tiny(**(SMALL | SWITCHES[name])), one_rank, 200)
     assert reference[:10].mean() > 2.2 and reference[-50:].mean() < 1.9  # it has learned
     if name != "accumulation":  # where BatchNorm sees smaller batches
         torch.testing.assert_close(losses[:10], reference[:10], rtol=0.03, atol=0.03)
@@ -135,12 +130,10 @@ class Small(nn.Module):
 def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, one_rank, monkeypatch):
     monkeypatch.setattr("tools.bench.training.build_model", lambda config, **_: Small())
     trainings = [build_measured(tiny(enable_compile=compiled), one_rank) for compiled in (False, True)]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        images = torch.randn(8, 3, 32, 32, generator=generator)
-        labels = torch.randint(0, 10, (8,), generator=generator)
+    for seed in range(4):
+        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
         for training in trainings:
-            training.train_step(images, labels)
+            training.train_step(images, torch.arange(8))
     eager, compiled = (training.model.state_dict() for training in trainings)
     assert list(eager) == list(compiled)
     for name, value in eager.items():
@@ -183,9 +176,8 @@ def test_graphs_need_cuda_and_the_fused_optimizer(tiny, one_rank):
         Trainer(tiny(enable_cuda_graphs=True, enable_extra_opts=True), one_rank)
     with pytest.raises(ValueError, match="enable_cuda_graphs true needs enable_extra_opts true"):
         tiny(enable_cuda_graphs=True)
-    assert Trainer(
-        tiny(enable_cuda_graphs="auto", enable_extra_opts=True), one_rank
-    ).learner.step.forward  # eager on a CPU
+    auto = tiny(enable_cuda_graphs="auto", enable_extra_opts=True)
+    assert Trainer(auto, one_rank).learner.step.forward  # eager on a CPU
 
 
 @pytest.mark.parametrize("graphed", [False, True])
@@ -282,24 +274,21 @@ def test_kept_memory_is_not_faulted_in_again():
     """Page faults of ten allocations of 64 MB, in a process of its own, as the setting cannot be undone."""
     program = """
 import resource, sys, torch
-from pathlib import Path
+from tests.conftest import tiny_config
 from utils.training.kernels.process import prepare_backends
-from utils.config import load_config
-config = load_config(Path("config/cifar100.yaml"), "default", ["cpu_kernels=" + sys.argv[1]])
-prepare_backends(config, torch.device("cpu"))
+prepare_backends(tiny_config(cpu_kernels=sys.argv[1:] or False), torch.device("cpu"))
 torch.ones(16_000_000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
     torch.ones(16_000_000)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    faults = {}
-    for value in ("[keep_memory]", "false"):
-        command = [sys.executable, "-c", program, value]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-        faults[value] = int(result.stdout)
+    kept, freed = (
+        int(subprocess.run([sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, check=True).stdout)
+        for names in (["keep_memory"], [])
+    )
     # seldom 0, since the kernel may reclaim idle pages; without the setting's effect both are equal
-    assert faults["[keep_memory]"] * 2 < faults["false"]
+    assert kept * 2 < freed
 
 
 @pytest.mark.parametrize("has_bf16", [False, True])
