@@ -33,7 +33,7 @@ from train import Trainer
 from utils.config import load_config
 from utils.errors import CheckpointError, ConfigError, CorruptionError, DataError, ExpectedError, Stopped
 from utils.program import VERSION as __version__
-from utils.training.classifier import Classifier
+from utils.training.learner import Classifier
 
 __all__ = [
     "CheckpointError", "ConfigError", "CorruptionError", "DataError", "ExpectedError", "Loaded", "Run", "Stopped",

@@ -61,7 +61,7 @@ from utils.training.checks.dry_run import describe
 from utils.training.checks.start import check_network
 from utils.training.checks.stragglers import StepWatch
 from utils.training.checks.verify_steps import Verifier
-from utils.training.learner import build_learner, check_settings
+from utils.training.learner import Learner, check_settings
 from utils.training.metrics.confusion import Confusion
 from utils.training.metrics.throughput import Throughput
 from utils.training.validation import Collector, compile_validation, validate
@@ -95,7 +95,7 @@ class Trainer:
 
         build = partial(build_model, image_side=self.data["shape"][-1])
         compile_timer = partial(self.clock.during, "compile")
-        self.learner = build_learner(config, build, world, len(self.loaders.train), compile_timer=compile_timer)
+        self.learner = Learner(config, build, world, len(self.loaders.train), compile_timer=compile_timer)
         compile_validation(self.learner, self.loaders.valid.plan, world.device)
         self.verifier = Verifier(self.learner, world) if config.verify_every_steps is not None else None
         valid_batches = map(len, self.loaders.valid.plan.batches(0))
@@ -198,7 +198,7 @@ class Trainer:
         epoch, confusion = self.progress.epoch + 1, Confusion(self.config.num_classes, self.world.device)
         if epoch % self.config.validate_every_epochs and epoch < self.config.max_epochs:
             return {}, confusion
-        return self._evaluate("validation", self.loaders.valid, confusion), confusion
+        return self._evaluate("validation", self.loaders.valid, confusion.add), confusion
 
     def _evaluate(self, name: str, loader: Loader, *collectors: Collector) -> Metrics:
         """Return loss and accuracy of one pass over `loader`; `name` is validation or test."""

@@ -78,7 +78,7 @@ def test_the_program_is_compared_with_the_network_that_was_trained(tiny, one_ran
         model.register_forward_hook(lambda module, images, logits: 2 * logits)
         return []
 
-    monkeypatch.setattr("utils.training.classifier.use_kernels", replace_wrongly)
+    monkeypatch.setattr("utils.training.learner.use_kernels", replace_wrongly)
     Trainer(tiny(), one_rank, tmp_path, "tiny", "auto").train()
     assert export.main([str(tmp_path)]) == 1
     assert "differs from the trained network by 5.0e-01 of the largest logit" in capsys.readouterr().err

@@ -30,11 +30,6 @@ VALUES = st.lists(st.sampled_from(WORDS) | ANY_TEXT, max_size=4).map("".join)
 OVERRIDES = ANY_TEXT | VALUES | st.builds("{}={}".format, st.sampled_from(sorted(Config.model_fields)), VALUES)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("fuzz")
-
-
 def load_or_refuse(path, name, overrides=()):
     try:
         assert isinstance(load_config(path, name, overrides), Config)
@@ -44,25 +39,17 @@ def load_or_refuse(path, name, overrides=()):
 
 
 @pytest.mark.filterwarnings("ignore::ruamel.yaml.error.ReusedAnchorWarning")
-def test_any_text_as_a_configuration_file(folder):
-    path = folder / "config.yaml"
-
-    @QUICK
-    @given(content=YAML_TEXT.map(str.encode) | st.binary(max_size=50), headed=st.booleans())
-    def check(content, headed):
-        path.write_bytes(b"default:\n  " * headed + content)
-        load_or_refuse(path, "default")
-
-    check()
+@QUICK
+@given(content=YAML_TEXT.map(str.encode) | st.binary(max_size=50), headed=st.booleans())
+def test_any_text_as_a_configuration_file(tmp_path_factory, content, headed):
+    path = tmp_path_factory.getbasetemp() / "config.yaml"
+    path.write_bytes(b"default:\n  " * headed + content)
+    load_or_refuse(path, "default")
 
 
-def test_any_text_as_an_override(folder):
-    path = folder / "small.yaml"
+@QUICK
+@given(overrides=st.lists(OVERRIDES, min_size=1, max_size=2))
+def test_any_text_as_an_override(tmp_path_factory, overrides):
+    path = tmp_path_factory.getbasetemp() / "small.yaml"
     path.write_text("default: {lr: 0.1}\n", encoding="utf-8")
-
-    @QUICK
-    @given(overrides=st.lists(OVERRIDES, min_size=1, max_size=2))
-    def check(overrides):
-        load_or_refuse(path, "default", overrides)
-
-    check()
+    load_or_refuse(path, "default", overrides)

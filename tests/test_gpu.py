@@ -21,7 +21,7 @@ from utils.run.logging.logger import RunLogger
 from utils.timing.trace import find_ranges, read_trace
 from utils.training.batches import prefetch, resize
 from utils.training.metrics.sums import MetricSums
-from utils.training.optimizers.build import learning_rate, set_learning_rate
+from utils.training.optimizers.build import set_learning_rate
 from utils.training.optimizers.muon import ADAMW_RMS, orthogonalise
 from utils.training.step import GRAPH_WARMUP_STEPS, GraphedStep
 
@@ -78,7 +78,7 @@ def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
     assert isinstance(graphed.learner.step, GraphedStep)
     torch.testing.assert_close(losses(graphed, gpu), losses(eager, gpu), rtol=0.05, atol=0.02)
     assert graphed.learner.step.captured
-    assert learning_rate(graphed.learner.optimizer) == pytest.approx(learning_rate(eager.learner.optimizer))
+    assert graphed.learner.learning_rate == pytest.approx(eager.learner.learning_rate)
     assert graphed.learner.loss_scaler.metrics() == eager.learner.loss_scaler.metrics()
 
 

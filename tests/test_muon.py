@@ -73,19 +73,18 @@ def test_convolutions_train_as_pytorchs_muon_and_other_parameters_as_its_adamw(t
 
 
 def test_a_parameter_that_has_no_gradient_at_first_trains_as_with_pytorchs_adamw(tiny):
-    def trained_late(build):
-        parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
-        optimizer = build(parameters)
+    keys = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.0}
+    both = [[nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))] for _ in range(2)]
+    optimizers = (
+        build_optimizer(tiny(optimizer="muon", **keys), both[0]),
+        torch.optim.AdamW(both[1], 0.01, weight_decay=0),
+    )
+    for parameters, optimizer in zip(both, optimizers, strict=True):
         for step in range(3):
             for parameter, gradient in zip(parameters[: 1 + step], ([1.0, 2.0], [3.0, -1.0]), strict=False):
                 parameter.grad = (step + 1) * torch.tensor(gradient)
             optimizer.step()
-        return parameters
-
-    options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.0}
-    found = trained_late(lambda parameters: build_optimizer(tiny(optimizer="muon", **options), parameters))
-    adamw = trained_late(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0))
-    torch.testing.assert_close(found, adamw)
+    torch.testing.assert_close(*both)
 
 
 @pytest.mark.parametrize("shape", [(16, 144), (200, 27)])

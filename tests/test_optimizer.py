@@ -12,16 +12,39 @@ from tests.conftest import CIFAR100, ROOT, read_records
 from train import Trainer
 from utils.config import Config, load_config
 from utils.training.optimizers.build import build_optimizer, load_optimizer, set_learning_rate
-from utils.training.optimizers.schedule import Plateau, Schedule, build_schedule, explain_warmup
+from utils.training.optimizers.schedule import Plateau, Schedule
 
 
-def factors(schedule, steps):
-    return [schedule.factor(step) for step in range(steps)]
+def factors(steps_per_epoch=1, **keys):
+    """The factors of all steps of a run with these settings."""
+    schedule = Schedule(Config(**keys), steps_per_epoch)
+    return [schedule.factor(step) for step in range(schedule.total_steps)]
 
 
-def test_warmup_rises_with_every_step(tiny):
-    schedule = build_schedule(tiny(lr_schedule="constant", lr_warmup_epochs=2, max_epochs=3), 2)
-    assert factors(schedule, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+FOUR = {"lr_schedule": "linear", "lr_warmup_epochs": 16, "max_epochs": 4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"lr_schedule": "constant", "lr_warmup_epochs": 2, "max_epochs": 3}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        (FOUR, [step / 32 for step in range(1, 9)]),  # the run ends within the warm-up
+        ({"lr_schedule": (1, 2), "max_epochs": 3}, [1, 1, 0.2, 0.2, 0.04, 0.04]),
+    ],
+)
+def test_factors_of_each_step_with_two_steps_per_epoch(keys, expected):
+    assert factors(2, **keys) == pytest.approx(expected)
+
+
+def test_a_warmup_that_does_not_fit_into_the_run_is_noted():
+    """The rise of onecycle then takes half of the run."""
+    assert Schedule(Config(**FOUR), 2).notes == [
+        "lr_warmup_epochs 16 does not fit into max_epochs 4: the learning rate rises to 0.25 of its peak"
+    ]
+    long, fitting = ({"lr_schedule": "onecycle", "lr_warmup_epochs": epochs, "max_epochs": 1} for epochs in (2, 0.5))
+    assert factors(10, **long) == factors(10, **fitting) and Schedule(Config(**fitting), 10).notes == []
+    (note,) = Schedule(Config(**long), 10).notes
+    assert note == "lr_warmup_epochs 2 does not fit into max_epochs 1: onecycle peaks after 0.5 epochs"
 
 
 # The tutorial's Trainer.train sets lr * (epoch + 1) / lr_warmup_epochs before each epoch; its logs hold these rates.
@@ -37,7 +60,7 @@ TUTORIAL_WARMUPS = {
 def test_the_tutorials_warmup_rises_per_epoch(name):
     rates, steps = TUTORIAL_WARMUPS[name], 24
     config = load_config(CIFAR100, name)
-    schedule = build_schedule(config, steps)
+    schedule = Schedule(config, steps)
     expected = [rate for rate in rates for _ in range(steps)]
     assert [config.lr * schedule.factor(step) for step in range(len(expected))] == pytest.approx(expected, rel=1e-15)
     published = json.loads((ROOT / "results/reference/sc20_curves.json").read_text())["runs"][name]["learning_rate"]
@@ -53,61 +76,32 @@ def test_training_follows_the_warmup_per_epoch(tiny, one_rank, tmp_path):
     assert rates == {"step": [0.2] * steps + [0.4] * 2 * steps, "epoch": [0.2, 0.4, 0.4]}
 
 
-def test_a_short_run_ends_within_the_warmup():
-    config = Config(lr_schedule="linear", lr_warmup_epochs=16, max_epochs=4)
-    assert factors(build_schedule(config, 2), 8) == pytest.approx([step / 32 for step in range(1, 9)])
-    assert explain_warmup(config) == [
-        "lr_warmup_epochs 16 does not fit into max_epochs 4: the learning rate rises to 0.25 of its peak"
-    ]
-
-
-def test_onecycle_rises_in_the_first_half_of_a_short_run():
-    config = Config(lr_schedule="onecycle", lr_warmup_epochs=2, max_epochs=1)
-    fitting = Config(lr_schedule="onecycle", lr_warmup_epochs=0.5, max_epochs=1)
-    assert build_schedule(config, 10) == build_schedule(fitting, 10)
-    note = "lr_warmup_epochs 2 does not fit into max_epochs 1: onecycle peaks after 0.5 epochs"
-    assert (explain_warmup(config), explain_warmup(fitting)) == ([note], [])
-
-
-def test_a_list_cuts_after_its_epochs(tiny):
-    config = tiny(lr_schedule=(1, 2), max_epochs=3)
-    assert factors(build_schedule(config, 2), 6) == pytest.approx([1, 1, 0.2, 0.2, 0.04, 0.04])
+SCHEDULERS = torch.optim.lr_scheduler
 
 
 @pytest.mark.parametrize(
-    ("kind", "theirs", "options"),
+    ("keys", "theirs", "options"),
     [
-        ("cosine", torch.optim.lr_scheduler.CosineAnnealingLR, {"T_max": 50}),
-        ("linear", torch.optim.lr_scheduler.LinearLR, {"start_factor": 1, "end_factor": 0, "total_iters": 50}),
+        ({"lr_schedule": "cosine", "lr_warmup_epochs": 10}, SCHEDULERS.CosineAnnealingLR, {"T_max": 50}),
+        ({"lr_schedule": "linear"}, SCHEDULERS.LinearLR, {"start_factor": 1, "end_factor": 0, "total_iters": 50}),
+        *(
+            ({"lr_schedule": "onecycle", "lr_warmup_epochs": rise, "max_epochs": total}, SCHEDULERS.OneCycleLR,
+             {"max_lr": 1.0, "total_steps": total, "pct_start": rise / total, "cycle_momentum": False})
+            for rise, total in ((10, 40), (2, 5), (7, 9))
+        ),
     ],
-)
-def test_cosine_and_linear_equal_pytorch(kind, theirs, options):
-    parameter = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    reference = theirs(optimizer, **options)
-    expected = []
-    for _ in range(50):
+)  # fmt: skip
+def test_schedules_equal_pytorchs(keys, theirs, options):
+    """With one step per epoch; those of PyTorch have no warm-up."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0, momentum=0.9)
+    reference, expected = theirs(optimizer, **options), []
+    warmup = 0 if keys["lr_schedule"] == "onecycle" else keys.get("lr_warmup_epochs", 0)
+    ours = factors(**{"max_epochs": 50 + warmup} | keys)[warmup:]
+    for step in range(len(ours)):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        reference.step()
-    assert factors(Schedule(kind=kind, warmup_steps=0, total_steps=50), 50) == pytest.approx(expected)
-    assert factors(Schedule(kind=kind, warmup_steps=10, total_steps=60), 60)[10:] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("warmup", "total"), [(10, 40), (2, 5), (7, 9)])
-def test_onecycle_equals_pytorch(warmup, total):
-    parameter = nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
-    reference = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=1.0, total_steps=total, pct_start=warmup / total, cycle_momentum=False
-    )
-    expected = []
-    for step in range(total):
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        if step < total - 1:
+        if step < len(ours) - 1:
             reference.step()
-    ours = factors(Schedule(kind="onecycle", warmup_steps=warmup, total_steps=total), total)
     assert ours == pytest.approx(expected)
 
 
@@ -118,7 +112,7 @@ def test_plateau_cuts_when_pytorch_does():
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
         reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=patience, eps=0)
         ours = Plateau(patience)
-        schedule = Schedule(kind="plateau", warmup_steps=0, total_steps=1, decay_factor=0.5)
+        schedule = Schedule(Config(lr_schedule="plateau", lr_decay_factor=0.5), 1)
         span = generator.choice((1.0, 3e-4))  # improvements below a fraction of 1e-4 do not count
         for _ in range(40):
             loss = 1 - span * generator.random()
@@ -140,7 +134,7 @@ def test_a_resumed_plateau_has_the_new_patience_and_the_saved_counts(tiny, one_r
     for loss in (1.0, 1.5, 1.5):
         before.plateau.observe(loss)
     after.load_state_dict(before.state_dict())
-    assert (after.plateau.patience, after.plateau.best, after.plateau.bad_epochs) == (2, 1.0, 2)
+    assert after.plateau == Plateau(patience=2, best=1.0, bad_epochs=2)
     after.plateau.observe(1.5)
     assert after.plateau.cuts == 1
 
@@ -170,30 +164,23 @@ def train(optimizer, parameter, gradients, scaler=None):
     [{}, {"nesterov": True}, {"optimizer": "adamw"}, {"optimizer": "adamw", "weight_decay_bn_bias": False}],
 )
 def test_sgd_and_adamw_equal_pytorchs(tiny, changes, fused):
-    generator = torch.Generator().manual_seed(0)
-    gradients = [[torch.randn(shape, generator=generator) for shape in ((4, 5), (5,))] for _ in range(5)]
-    config = tiny(
-        lr=0.03, momentum=0.8, weight_decay=0.3, enable_extra_opts=["fused_optimizer"] if fused else False, **changes
-    )
-
-    def trained(build):
-        parameters = [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))]
-        optimizer = build(parameters)
-        for step in gradients:
-            for parameter, gradient in zip(parameters, step, strict=True):
+    options = ["fused_optimizer"] if fused else False
+    config = tiny(lr=0.03, momentum=0.8, weight_decay=0.3, enable_extra_opts=options, **changes)
+    both = [[nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))] for _ in range(2)]
+    groups = [{"params": both[1][:1]}, {"params": both[1][1:], "weight_decay": 0.3 * config.weight_decay_bn_bias}]
+    if config.optimizer == "adamw":
+        reference = torch.optim.AdamW(groups, lr=0.03, betas=(0.8, 0.999), weight_decay=0.3)
+    else:
+        reference = torch.optim.SGD(groups, lr=0.03, momentum=0.8, weight_decay=0.3, nesterov=config.nesterov)
+    optimizers = build_optimizer(config, both[0]), reference
+    for _ in range(5):
+        for pair in zip(*both, strict=True):
+            gradient = torch.randn(pair[0].shape)
+            for parameter in pair:
                 parameter.grad = gradient.clone()
+        for optimizer in optimizers:
             optimizer.step()
-        return parameters
-
-    def build_reference(parameters):
-        matrix, bias = parameters
-        groups = [{"params": [matrix]}, {"params": [bias], "weight_decay": 0.3 * config.weight_decay_bn_bias}]
-        if config.optimizer == "adamw":
-            return torch.optim.AdamW(groups, lr=0.03, betas=(0.8, 0.999), weight_decay=0.3)
-        return torch.optim.SGD(groups, lr=0.03, momentum=0.8, weight_decay=0.3, nesterov=config.nesterov)
-
-    found = trained(lambda parameters: build_optimizer(config, parameters))
-    torch.testing.assert_close(found, trained(build_reference), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(*both, rtol=1e-6, atol=1e-7)
 
 
 def half_weights_after_three_updates(config, device, dtype):
@@ -231,12 +218,9 @@ def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):
 
 
 def test_a_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny):
-    def optimizer(**changes):
-        return build_optimizer(tiny(**changes), nn.ParameterList([nn.Parameter(torch.ones(3))]))
-
-    before = optimizer(lr=0.1, momentum=0.9)
+    before, after = (build_optimizer(tiny(lr=lr, momentum=momentum), [nn.Parameter(torch.ones(3))])
+                     for lr, momentum in ((0.1, 0.9), (0.5, 0.8)))  # fmt: skip
     train(before, before.param_groups[0]["params"][0], [torch.ones(3)])
-    after = optimizer(lr=0.5, momentum=0.8)
     load_optimizer(after, before.state_dict())
     assert (after.param_groups[0]["lr"], after.param_groups[0]["momentum"]) == (0.5, 0.8)
     assert torch.equal(*(next(iter(side.state.values()))["momentum_buffer"] for side in (before, after)))
@@ -247,17 +231,13 @@ def test_a_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny):
 )
 def test_a_restored_optimizer_updates_in_the_new_memory_format(tiny, changes):
     """enable_nhwc and momentum may change between two starts; the fused kernel ignores strides."""
-    generator = torch.Generator().manual_seed(0)
-    first, second = (torch.randn(4, 3, 2, 2, generator=generator) for _ in range(2))
-    results = []
+    (first, second), results = torch.randn(2, 4, 3, 2, 2), []
     for fused in (False, True):
         old = nn.Parameter(torch.ones(4, 3, 2, 2))
-        before = build_optimizer(tiny(**changes), nn.ParameterList([old]))
+        before = build_optimizer(tiny(**changes), [old])
         train(before, old, [first])
         new = nn.Parameter(old.detach().to(memory_format=torch.channels_last))
-        after = build_optimizer(
-            tiny(**changes | {"momentum": 0.9, "enable_extra_opts": fused}), nn.ParameterList([new])
-        )
+        after = build_optimizer(tiny(**changes | {"momentum": 0.9, "enable_extra_opts": fused}), [new])
         load_optimizer(after, before.state_dict())
         moments = [value for name, value in after.state[new].items() if name != "step" and value is not None]
         assert not fused or all(value.is_contiguous(memory_format=torch.channels_last) for value in moments)

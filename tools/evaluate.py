@@ -12,7 +12,6 @@ resized, cropped and normalised as in validation.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +75,7 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
     classifier, names = load_classifier(trained, world), trained.class_names
     confusion, calibration = Confusion(len(names), world.device), Calibration(world.device)
     top = TopCounts(min(TOP, len(names)), world.device)
-    sums = validate(classifier, loader, world, [confusion, calibration, top])
+    sums = validate(classifier, loader, world, [confusion.add, calibration.add, top.add])
     unreadable = gather_unreadable(world, loader)
     if len(unreadable) == len(split.labels):
         raise DataError(f"not one of {len(unreadable)} images can be read: {describe_unreadable(unreadable)}")
@@ -95,7 +94,7 @@ def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: boo
         "recorded": recorded(trained, test=test) if folder is None else None,
         "unreadable": unreadable,
         "notes": [*trained.notes, *notes, *classifier.notes],
-        "bins": [asdict(part) for part in bins],
+        "bins": [part._asdict() for part in bins],
         "classes": class_rows(counts, names),
         "mistakes": mistakes(counts, names),
         "class_names": names,

@@ -88,8 +88,7 @@ def as_yaml(value: Any) -> str:
 
 def render(config: BaseConfig, default: BaseConfig | None = None) -> str:
     """Return the keys as the YAML body of a block; keys that differ from `default` come first."""
-    values = config.model_dump(mode="json")
-    base: Mapping[str, Any] = values if default is None else default.model_dump(mode="json")
+    values, base = (settings.model_dump(mode="json") for settings in (config, default or config))
     different = [key for key in values if values[key] != base[key]]
     lines = [f"{key}: {as_yaml(values[key])}  # default: {as_yaml(base[key])}" for key in different]
     if different:

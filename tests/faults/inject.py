@@ -35,7 +35,7 @@ from utils.errors import ConfigError, CorruptionError, exit_in_a_line
 from utils.program import TRAIN
 from utils.training.checks.step_state import Snapshot, own_tensors, shared_tensors
 from utils.training.checks.verify_steps import Verifier
-from utils.training.learner import Learner, build_learner
+from utils.training.learner import Learner
 
 Batch = tuple[Tensor, Tensor]
 KINDS = ("weight", "optimizer", "batch", "gradient", "activation")  # the last two need an eager step
@@ -130,7 +130,7 @@ def flip_bit(tensor: Tensor, number: int, bit: int) -> None:
 
 def build_tiny(config: Config, world: World) -> tuple[Learner, Verifier]:
     """Collective: build a learner of the smallest network with a layer of each kind, and the verifier of its steps."""
-    learner = build_learner(config, lambda config: nn.Sequential(
+    learner = Learner(config, lambda config: nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
         nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(16, config.num_classes),

@@ -17,7 +17,7 @@ from utils.distributed.ddp import distribute
 from utils.distributed.world import World, choose_device
 from utils.training.batches import Batch, prefetch
 from utils.training.checks.stragglers import peak_memory
-from utils.training.learner import Learner, build_learner
+from utils.training.learner import Learner
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 
 Consumer = Callable[[Tensor, Tensor], object]
@@ -32,7 +32,7 @@ def alone(config: Config) -> World:
 
 def build_measured(config: Config, world: World, wrap: Wrap = distribute, image_side: int | None = None) -> Learner:
     """Collective: build train.py's learner, distributed over the ranks by `wrap`, for images of `image_side` pixels."""
-    learner = build_learner(config, partial(build_model, image_side=image_side), world, STEPS_PER_EPOCH, wrap=wrap)
+    learner = Learner(config, partial(build_model, image_side=image_side), world, STEPS_PER_EPOCH, wrap=wrap)
     learner.model.train()
     return learner
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from utils.data.datasets.dataset import Split
     from utils.data.loader import Loader
     from utils.distributed.world import World
-    from utils.training.classifier import Classifier
+    from utils.training.learner import Classifier
 
 WHAT_TO_GIVE = "give a run's folder, such as expts/NAME, or a checkpoint of it"
 RUNS_DATA = "--set data_path=PATH names the run's data"
@@ -110,11 +110,11 @@ def load_classifier(trained: Trained, world: "World") -> "Classifier":
     from models import build_model
     from utils.run.checkpoint.fit import check_tensors_fit
     from utils.run.checkpoint.state import merge_buffers
-    from utils.training.classifier import build_classifier
+    from utils.training.learner import Classifier
 
     build = partial(build_model, image_side=trained.image_shape[-1])
     config = trained.config.model_copy(update={"fuse_norm_relu": False})  # only training is fused
-    classifier = build_classifier(config, build, world)
+    classifier = Classifier(config, build, world)
     check_tensors_fit(trained.path, trained.state, classifier.model.state_dict())
     classifier.load_network(trained.state)
     merge_buffers(classifier, trained.state["ranks"])

@@ -51,15 +51,12 @@ def list_blocks(path: Path) -> dict[str, dict[str, Any]]:
     """Return every block of the file, in its order, with the values that differ from `default`. Unknown keys are
     included: only loading the block refuses them."""
     path, defaults = find_file(path), Config().model_dump(mode="json")
-    full = {
-        name: defaults | {key: entry.value for key, entry in _flatten(path, block, ((path.resolve(), name),)).items()}
-        for name, block in _read_blocks(path).items()
-    }
-    base = full.get("default", defaults)
-    return {
-        name: {key: value for key, value in values.items() if key not in base or base[key] != value}
-        for name, values in full.items()
-    }
+    full = dict[str, dict[str, Any]]()
+    for name, block in _read_blocks(path).items():
+        entries = _flatten(path, block, ((path.resolve(), name),))
+        full[name] = defaults | {key: entry.value for key, entry in entries.items()}
+    base = full.get("default", defaults).items()
+    return {name: dict(item for item in values.items() if item not in base) for name, values in full.items()}
 
 
 def _check(entries: dict[str, Entry], overrides: Iterable[str], base: Mapping[str, Any], origin: str) -> Config:
@@ -118,20 +115,16 @@ def _read_blocks(path: Path) -> dict[str, CommentedMap]:
         with open_regular(path) as file:
             content = file.read(MAX_BYTES + 1)
         text = content.decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path}: {expected}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text; {expected}") from None
-    if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: has over {MAX_BYTES:,} bytes; {expected}")
-    blocks = _parse_yaml(text, str(path), "is")
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ConfigError(f"{path}: {expected}: {problem}") from None
+    blocks = _parse_yaml(text, str(path), "is") if len(content) <= MAX_BYTES else None
     if not isinstance(blocks, CommentedMap):
-        raise ConfigError(f"{path}: holds no configuration blocks; expected block names with keys below them")
+        raise ConfigError(f"{path}: {expected}: block names with keys below them, up to {MAX_BYTES:,} bytes")
     for name, block in blocks.items():
         origin = f"{path}:{blocks.lc.data[name][0] + 1}: block"
         if not BLOCK_NAME.fullmatch(str(name)):
-            allowed = "up to 100 letters, digits and . _ + -, beginning with a letter or digit"
-            raise ConfigError(f"{origin} name {shown(name)} cannot name a folder; allowed: {allowed}")
+            raise ConfigError(f"{origin} name {shown(name)} cannot name a folder; use letters, digits and . _ + -")
         if not isinstance(block, CommentedMap):
             raise ConfigError(f"{origin} {name!r} is {shown(block)}; expected keys below it, for example lr: 0.1")
     return {str(name): block for name, block in blocks.items()}

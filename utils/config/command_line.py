@@ -105,16 +105,16 @@ class _Parser(Parser):
 
     def refuse(self, words: Sequence[str], yaml_config: Path) -> NoReturn:
         """Raise `ConfigError` for arguments that are not options, with a suggestion."""
-        if not "".join(words).strip():
-            raise ConfigError("an argument is empty; is a variable of the command line not set?")
-        first, equals, value = words[0].strip().partition("=")
-        name, key = first.lstrip("-"), first.lstrip("-").replace("-", "_")
+        first, _, value = words[0].strip().partition("=")
+        key = first.lstrip("-").replace("-", "_")
         options = difflib.get_close_matches(first, self._option_string_actions, n=1)
         remedy = f"did you mean {options[0]}?" if options else "--help lists the options"
-        if first == name and not equals and name in _block_names(yaml_config):
-            remedy = f"write --config={name}"
+        if first in _block_names(yaml_config):
+            remedy = f"write --config={first}"
         elif key in Config.model_fields:
             remedy = f"write --set {key}={shortened(value or ''.join(words[1:2])) or 'VALUE'}"
+        elif not first:
+            remedy = "an argument is empty; is a variable of the command line not set?"
         raise ConfigError(f"unrecognized arguments: {shortened(' '.join(words))}; {remedy}")
 
 
@@ -185,23 +185,19 @@ def _folder(text: str) -> Path:
 
 def _describe_blocks(path: Path) -> str:
     """Return one line for each block: its differences from default, written as for --set."""
-    blocks = list_blocks(path)
-    width, lines = max(map(len, blocks), default=0), []
+    text, blocks = "", list_blocks(path)
     for name, differences in blocks.items():
         changes = ", ".join(f"{key}={as_yaml(value)}" for key, value in differences.items())
-        lines.append(f"{name:{width}}  {changes or 'every key as in default'}\n")
-    return "".join(lines)
+        text += f"{name:{max(map(len, blocks))}}  {changes or 'every key as in default'}\n"
+    return text
 
 
 def _explain_keys(names: Sequence[str], config: Config, block: str) -> str:
     """Return a paragraph for each key, with its value in `config`, the block `block`; without names, all keys."""
     if names:
         return "\n".join(_explain(name, config, block) for name in names)
-    groups = groupby(Config.model_fields, key=section)
-    lines = [
-        textwrap.fill(", ".join(keys), WIDTH, initial_indent=f"{title}: ", subsequent_indent="  ")
-        for title, keys in groups
-    ]
+    groups = [f"{title}: {', '.join(keys)}" for title, keys in groupby(Config.model_fields, key=section)]
+    lines = [textwrap.fill(group, WIDTH, subsequent_indent="  ") for group in groups]
     return "\n".join([*lines, "For details: --explain KEY ..."]) + "\n"
 
 

@@ -19,10 +19,8 @@ class Config(OutputConfig, TrainingConfig, ModelConfig, DataConfig):
     @model_validator(mode="after")
     def _check_profiling(self) -> "Config":
         if self.enable_profiling and self.profiling_epoch_start > self.max_epochs:
-            raise ValueError(
-                f"enable_profiling would profile nothing: profiling_epoch_start {self.profiling_epoch_start} "
-                f"exceeds max_epochs {self.max_epochs}; lower it"
-            )
+            starts = f"profiling_epoch_start {self.profiling_epoch_start}"
+            raise ValueError(f"enable_profiling: {starts} exceeds max_epochs {self.max_epochs}; lower it")
         return self
 
 

@@ -41,9 +41,8 @@ class Ema:
         averages, values = zip(*[pair for pair in pairs if pair[0].is_floating_point()], strict=True)
         weight = (1 - self.decay) / (1 - self.decay ** (self.updates + 1))
         torch._foreach_lerp_(averages, values, weight)
-        for counter, value in pairs:
-            if not counter.is_floating_point():  # BatchNorm's batches
-                counter.copy_(value)
+        for counter, value in [pair for pair in pairs if not pair[0].is_floating_point()]:  # BatchNorm's batches
+            counter.copy_(value)
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:

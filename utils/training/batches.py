@@ -69,10 +69,7 @@ def prefetch(config: SpeedConfig, batches: Iterator[Batch], device: torch.device
 
 def training_size(config: RecipeConfig, epoch: int) -> int | None:
     """Side in pixels of the training images in `epoch`, counted from 0; None: full size."""
-    for size, end in config.progressive_image_sizes:
-        if epoch < round(end * config.max_epochs):
-            return size
-    return None
+    return next((size for size, end in config.progressive_image_sizes if epoch < round(end * config.max_epochs)), None)
 
 
 def resize(images: Tensor, size: int | None) -> Tensor:

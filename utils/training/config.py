@@ -4,15 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.base_config import (
-    Fraction,
-    KeyFlag,
-    OneOf,
-    PositiveFloat,
-    PositiveInt,
-    SharedConfig,
-    as_yaml,
-)
+from utils.base_config import Fraction, KeyFlag, OneOf, PositiveFloat, PositiveInt, SharedConfig, as_yaml
 from utils.distributed.config import DistributedConfig
 from utils.user_code import FORMS, is_user_code
 
@@ -104,11 +96,10 @@ class ScheduleConfig(SharedConfig):
         if onecycle and epochs == 0:
             raise ValueError("lr_warmup_epochs is 0; lr_schedule onecycle rises over it and needs a value above 0")
         if self.lr_warmup_by == "epoch" and (onecycle or epochs % 1):
-            why = "lr_schedule onecycle rises with every step" if onecycle else f"lr_warmup_epochs is {epochs:g}"
-            raise ValueError(f"lr_warmup_by epoch needs whole epochs, but {why}; use step")
+            raise ValueError(f"lr_warmup_by epoch needs whole lr_warmup_epochs, not {epochs:g}, and no onecycle")
         if self.schedule_kind == "plateau" and self.validate_every_epochs > 1:
-            why = f"validate_every_epochs is {self.validate_every_epochs}; use 1 or another schedule, such as cosine"
-            raise ValueError(f"lr_schedule {self.lr_schedule} follows the validation loss of every epoch, but {why}")
+            why = f"needs validate_every_epochs 1, not {self.validate_every_epochs}, or another schedule"
+            raise ValueError(f"lr_schedule {self.lr_schedule} follows the validation loss of every epoch: {why}")
         return self
 
 
@@ -119,7 +110,7 @@ class RecipeConfig(ScheduleConfig):
     """Fraction of the target spread over all classes, in training only."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Validate an exponential moving average of the weights with this decay per step; null: the weights themselves."""
-    test_time_views: Annotated[int, Field(ge=1, le=6)] = 1
+    test_time_views: Literal[1, 2, 6] = 1
     """Test-time augmentation (TTA): average the validation outputs of 1, 2 or 6 views of each image. 2: the image and
     its mirror image; 6: also both shifted by one pixel to the lower right and to the upper left, with repeated border
     pixels."""
@@ -131,12 +122,9 @@ class RecipeConfig(ScheduleConfig):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "RecipeConfig":
-        if self.test_time_views not in (1, 2, 6):
-            raise ValueError(f"test_time_views is {self.test_time_views}; allowed: 1, 2, 6")
         sizes, fractions = self.progressive_image_sizes, [fraction for _, fraction in self.progressive_image_sizes]
         if fractions != sorted(set(fractions)):
-            pairs = "expected [SIDE, FRACTION] pairs with rising fractions"
-            raise ValueError(f"progressive_image_sizes {as_yaml(sizes)}: {pairs}")
+            raise ValueError(f"progressive_image_sizes {as_yaml(sizes)}: expected pairs with rising fractions")
         return self
 
 
@@ -213,7 +201,7 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
             raise ValueError("fuse_norm_relu has no BatchNorm over all ranks; set it or enable_sync_bn to false")
         autocast = self.opt_level == "O1" or (self.enable_amp and self.opt_level is None)
         if self.parallel == "dataparallel" and autocast and self.amp_dtype == "bf16":
-            why = "the threads of parallel dataparallel do not inherit the number format and would compute in fp16"
+            why = "the threads of dataparallel would compute in fp16"
             raise ValueError(f"amp_dtype bf16 with autocast needs parallel ddp or opt_level O2; {why}")
         return self
 
@@ -234,13 +222,9 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
     def _check_training(self) -> "TrainingConfig":
         if self.ema_decay is not None and self.opt_level in ("O2", "O3"):
             raise ValueError(f"ema_decay needs float32 weights; use opt_level O0 or O1, not {self.opt_level}")
-        for key, reason in {
-            "enable_cuda_graphs": "a CUDA graph cannot span its GPUs; use false or auto",
-            "enable_compile": "its replicas run in threads, where PyTorch compiles nothing; use false or auto",
-            "verify_every_steps": "its GPUs draw random numbers of their own; use null",
-        }.items():
+        for key in ("enable_cuda_graphs", "enable_compile", "verify_every_steps"):  # dataparallel's GPUs run in threads
             if self.parallel == "dataparallel" and getattr(self, key) not in (False, None, "auto"):
-                raise ValueError(f"{key} is set, but parallel is dataparallel: {reason}, or parallel ddp")
+                raise ValueError(f"{key} is set, but parallel is dataparallel, which cannot; use parallel ddp")
         if self.enable_cuda_graphs is False:
             return self
         asked = f"enable_cuda_graphs {str(self.enable_cuda_graphs).lower()}"

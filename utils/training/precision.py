@@ -92,9 +92,8 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     is_auto = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
     fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
     if is_auto and not fp16 and not (has_bf16_kernels() if device.type == "cpu" else gpu_has_bf16()):
-        why = "processor has no bf16 kernels (enable_amp=true with amp_dtype=bf16 forces bf16)"
-        why = why if device.type == "cpu" else "GPU has no bf16 kernels (amp_dtype=auto computes in fp16)"
-        remark = f": enable_amp has no effect, this {why}"
+        this = "processor" if device.type == "cpu" else "GPU"
+        remark = f": enable_amp has no effect, this {this} has no bf16 kernels; amp_dtype=bf16 with true forces it"
         return Precision(device_type=device.type, loss_scale=config.loss_scale, remark=remark)
     keep_batchnorm_fp32 = config.keep_batchnorm_fp32
     precision = Precision(
@@ -105,7 +104,7 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
         loss_scale=config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
     )
     if level == "O3" and fp16 and config.optimizer in ADAPTIVE:
-        why = "fp16 is used here, where squares of small gradients, by which it divides, are 0"
+        why = "in fp16 it would divide by squares of small gradients, which are 0"
         raise ConfigError(f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16 or opt_level O2; {why}")
     if level == "O3" and precision.loss_scale is not None:
         why = "PyTorch does not unscale gradients in half precision; use opt_level O2 or loss_scale null"
@@ -126,9 +125,7 @@ class MasterWeights:
             for name, parameter in model.named_parameters()
             if precision.level == "O2" and parameter.dtype != torch.float32
         }
-        self._half_weights: list[Tensor] = [
-            parameter for name, parameter in model.named_parameters() if name in self.masters
-        ]
+        self._half_weights: list[Tensor] = [model.get_parameter(name) for name in self.masters]
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that the optimizer updates, in the order of the model's parameters."""
@@ -137,8 +134,7 @@ class MasterWeights:
     def move_gradients_to_masters(self) -> None:
         """Move the half-precision weights' gradients to the master weights, after backward."""
         pairs = zip(self._half_weights, self.masters.values(), strict=True)
-        trained = [(half, master) for half, master in pairs if half.grad is not None]
-        if not trained:
+        if not (trained := [(half, master) for half, master in pairs if half.grad is not None]):
             return
         # reuse the memory: a captured CUDA graph zeroes these gradients
         gradients = [torch.empty_like(master) if master.grad is None else master.grad for _, master in trained]
@@ -209,11 +205,6 @@ class LossScaler(torch.amp.GradScaler):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state, except for a constant scale, which stays as configured."""
-        if not self.is_enabled():
-            return
-        super().load_state_dict(state_dict)
-        if self.constant is not None:
-            self._init_scale = self.constant
-            if self._scale is not None:
-                self._scale.fill_(self._init_scale)
-        self.skipped.fill_(state_dict["skipped"])
+        if self.is_enabled():
+            super().load_state_dict(state_dict if self.constant is None else state_dict | {"scale": self.constant})
+            self.skipped.fill_(state_dict["skipped"])

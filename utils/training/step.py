@@ -181,19 +181,15 @@ def check_graphs(config: TrainingConfig, precision: Precision, device: torch.dev
     if config.enable_cuda_graphs is True and device.type != "cuda":
         raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
     if precision.loss_scale is not None and config.optimizer not in HAVE_FUSED_KERNEL and wants_graphs(config, device):
-        raise ConfigError(
-            f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer} cannot "
-            "scale the loss, as the host would decide on every step; use amp_dtype bf16 with loss_scale null, or "
-            "enable_cuda_graphs false"
-        )
+        asked = f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer}"
+        raise ConfigError(f"{asked} cannot scale the loss; use amp_dtype bf16 with loss_scale null, or no graphs")
 
 
 def choose_step(config: TrainingConfig, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
     """Return `step` eager, compiled or captured, and notes for the log."""
     notes = []
     if compiles(config, device):
-        missing = missing_compiler(device)
-        if missing:
+        if missing := missing_compiler(device):
             raise ConfigError(f"enable_compile needs {missing}; else set enable_compile to false or auto")
         step.compile()
         notes.append("compiled: the first step takes up to minutes")

@@ -1,7 +1,6 @@
 """Validation over a loader's images, in training and for a checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from utils.data.sampling import EpochPlan
 from utils.distributed.world import World
 from utils.errors import ExpectedError
-from utils.training.classifier import Classifier, augmented_views
+from utils.training.learner import Classifier
 from utils.training.metrics.sums import MetricSums
 from utils.training.step import compiles
 
@@ -17,6 +16,7 @@ from utils.training.step import compiles
 # image, 15,473 instead of 9,320 images/s (huggingface/pytorch-image-models#2693), and so pays after this many.
 MIN_COMPILED_IMAGES = 700_000
 Batches = Iterable[tuple[Tensor, Tensor]]  # images [N, 3, H, W] and labels [N] on the device
+Collector = Callable[[Tensor, Tensor], None]  # adds outputs [N, classes] and labels [N] of a batch to a metric
 
 
 def compile_validation(classifier: Classifier, plan: EpochPlan, device: torch.device) -> None:
@@ -27,17 +27,10 @@ def compile_validation(classifier: Classifier, plan: EpochPlan, device: torch.de
     """
     config = classifier.config
     validations = -(-config.max_epochs // config.validate_every_epochs)
-    views = 1 + len(list(augmented_views(config, torch.zeros(1, 1, 1, 1))))
-    images = validations * views * plan.shared_batches * plan.batch_size
+    images = validations * config.test_time_views * plan.shared_batches * plan.batch_size
     if compiles(config, device) and images >= MIN_COMPILED_IMAGES:
         classifier.compile(plan.batch_size)
         classifier.notes.append(f"validation compiled too: each rank predicts {images:,} images in this run")
-
-
-class Collector(Protocol):
-    """A metric that is counted over all batches, on the device."""
-
-    def add(self, outputs: Tensor, labels: Tensor) -> None: ...
 
 
 def validate(
@@ -53,7 +46,7 @@ def validate(
     for number, (outputs, labels) in enumerate(classify(classifier, batches), start=1):
         sums.add(nn.functional.cross_entropy(outputs, labels), outputs, labels)
         for collector in collectors:
-            collector.add(outputs, labels)
+            collector(outputs, labels)
         after_batch(number)
     return sums
 

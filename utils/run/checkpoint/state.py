@@ -15,8 +15,7 @@ from utils.errors import ExpectedError
 from utils.run.checkpoint import io as checkpoint
 from utils.run.logging.environment import describe_arithmetic
 from utils.timing.clock import WORK, Clock
-from utils.training.classifier import Classifier
-from utils.training.learner import Learner
+from utils.training.learner import Classifier, Learner
 from utils.training.metrics.throughput import Throughput
 
 COMPLETE = 0.99  # of the images, at least, for a validation to count: the others may be unreadable

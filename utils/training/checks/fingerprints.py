@@ -30,11 +30,9 @@ def factors(device: torch.device) -> Tensor:
 def fingerprint(tensor: Tensor) -> Tensor:
     """Hash all bits of a tensor of any type in the order of its indices, whatever its memory format: a scalar int64 on
     its device."""
-    bits = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()])
-    odd = factors(tensor.device)
-    first, *others = bits.split(CHUNK)
-    total = (first * odd[: len(first)]).sum()
-    for chunk in others:
+    bits, odd = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()]), factors(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in bits.split(CHUNK):
         total = total * CHUNK_FACTOR + (chunk * odd[: len(chunk)]).sum()
     return total
 

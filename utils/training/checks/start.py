@@ -19,29 +19,26 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
     generators."""
     model, config = learner.model, learner.config
     random, was_training = seeds.random_state(), model.training
-    buffers = [(owner, key, buffer, _copy(buffer)) for owner, key in buffer_places(model) for buffer in (owner[key],)]
+    buffers = [(owner, key, owner[key]) for owner, key in buffer_places(model)]
+    values = [None if before is None else before.detach().clone() for _, _, before in buffers]
     few = min(2, learner.batch.micro_batch_size)
     for number in {min(2, size) for size in valid_batches}:
         _try(learner, name, (number, *image_shape), training=False)
     sides = [(few, 3, side, side) for side in dict(config.progressive_image_sizes)]
     for shape in (*sides, (few, *image_shape), (few, *image_shape)):  # twice, for a graph that is not built anew
         _try(learner, name, shape, training=True)
-    for owner, key, before, values in buffers:
+    for (owner, key, before), value in zip(buffers, values, strict=True):
         now, owner[key] = owner[key], before
         shapes = [None if one is None else list(one.shape) for one in (before, now)]
         if shapes[0] != shapes[1]:
             why = f"its buffer {key} is {shapes[0]} at first and {shapes[1]} after training; give it its final shape"
             raise ConfigError(f"model {name}: {why}")
-        if before is not None and values is not None:
-            before.copy_(values)
+        if before is not None and value is not None:
+            before.copy_(value)
     for parameter in model.parameters():
         parameter.grad = None
     model.train(was_training)
     seeds.restore_random_state(random)
-
-
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
 
 
 def _try(learner: Learner, name: str, shape: tuple[int, ...], *, training: bool) -> None:

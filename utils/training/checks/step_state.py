@@ -1,7 +1,5 @@
 """All tensors that a training step changes, by name, and a snapshot that restores them."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -38,12 +36,9 @@ class Snapshot:
     def __init__(self, learner: Learner, batch: tuple[Tensor, Tensor]) -> None:
         self.learner = learner
         tensors = [*batch, *own_tensors(learner).values(), *shared_tensors(learner).values()]
-        networks = [learner.model] if learner.ema is None else [learner.model, learner.ema.network]
-        self.buffers = [(owner, name, owner[name]) for owner, name in buffer_places(*networks)]
+        self.buffers = [(owner, name, owner[name]) for owner, name in buffer_places(learner.model, learner.validated)]
         self.pairs = [(tensor.detach(), tensor.detach().clone()) for tensor in tensors]
-        self.entries: dict[Tensor, dict[str, Any]] = {
-            parameter: dict(entries) for parameter, entries in learner.optimizer.state.items()
-        }
+        self.entries = {parameter: dict(entries) for parameter, entries in learner.optimizer.state.items()}
         self.groups = [  # the learning rate of a CUDA graph keeps its memory; other tensors may be counts
             {key: value.clone() if isinstance(value, Tensor) and key != "lr" else value for key, value in group.items()}
             for group in learner.optimizer.param_groups

@@ -54,7 +54,9 @@ class Verifier:
         """Collective: one step. Raises `CorruptionError` on all ranks if its check fails."""
         if self.learner.steps != self._trained_to:  # a start, or a checkpoint has been restored
             self._first_steps = FIRST_STEPS
-        if self._is_due(images):
+        step = self.learner.step  # a captured graph's eager steps round differently
+        comparable = not isinstance(step, GraphedStep) or step.replays(images)
+        if comparable and (self._first_steps > 0 or is_due(self.config, self.learner.steps)):
             self._check(images, labels)
             self._first_steps -= 1
         else:
@@ -65,12 +67,6 @@ class Verifier:
         """Remarks for the log: the checks since the last call, and their cost."""
         checked, seconds, self.checked, self.seconds = self.checked, self.seconds, 0, 0.0
         return [f"Verified {checked} step(s), none wrong, in {seconds:.2f} s"] if checked else []
-
-    def _is_due(self, images: Tensor) -> bool:
-        step = self.learner.step
-        if isinstance(step, GraphedStep) and not step.replays(images):
-            return False  # they round differently
-        return self._first_steps > 0 or is_due(self.config, self.learner.steps)
 
     def _check(self, images: Tensor, labels: Tensor) -> None:
         snapshot = Snapshot(self.learner, (images, labels))
@@ -102,11 +98,8 @@ def _differing(first: Fingerprints, second: Fingerprints) -> list[str]:
 
 def describe_device(world: World) -> str:
     """Host and device of this rank, with the UUID of a GPU."""
-    device = world.device.type
-    if device == "cuda":
-        properties = torch.cuda.get_device_properties(world.device)
-        device = f"{properties.name} GPU-{properties.uuid}"
-    return f"host {socket.gethostname()}, {device}"
+    gpu = torch.cuda.get_device_properties(world.device) if world.device.type == "cuda" else None
+    return f"host {socket.gethostname()}, {f'{gpu.name} GPU-{gpu.uuid}' if gpu else world.device.type}"
 
 
 def describe_fault(step: int, ranks: Sequence[Evidence]) -> str:

@@ -1,7 +1,7 @@
 """Top-k accuracy and calibration of a checkpoint."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ class TopCounts:
         return right / images
 
 
-@dataclass(frozen=True)
-class Bin:
+class Bin(NamedTuple):
     """Images whose confidence, the probability of the predicted class, is in (low, high]."""
 
     low: float
@@ -56,12 +55,11 @@ class Calibration:
 
     def collect(self, world: World) -> list[Bin]:
         """Collective: return the bins over all ranks."""
-        rows = world.all_reduce(self.sums.clone()).tolist()
-        bins = len(rows)
-        return [
-            Bin(number / bins, (number + 1) / bins, int(images), confidence / max(images, 1), correct / max(images, 1))
-            for number, (images, correct, confidence) in enumerate(rows)
-        ]
+        bins, found = len(self.sums), []
+        for number, (images, correct, confidence) in enumerate(world.all_reduce(self.sums.clone()).tolist()):
+            means = confidence / max(images, 1), correct / max(images, 1)
+            found.append(Bin(number / bins, (number + 1) / bins, int(images), *means))
+        return found
 
 
 def expected_calibration_error(bins: Sequence[Bin]) -> float:

@@ -43,6 +43,4 @@ def rank_classes(counts: Tensor) -> list[tuple[int, float, int | None, float]]:
 def worst_classes(counts: Tensor, names: Sequence[str]) -> list[tuple[str, float, str, float]]:
     """Return `rank_classes` with names, for the worst classes."""
     rows = rank_classes(counts)[:WORST_CLASSES]
-    return [
-        (names[label], accuracy, "-" if wrong is None else names[wrong], part) for label, accuracy, wrong, part in rows
-    ]
+    return [(names[label], right, "-" if wrong is None else names[wrong], part) for label, right, wrong, part in rows]

@@ -47,19 +47,16 @@ class MetricSums:
 
     def average(self, world: World) -> dict[str, float]:
         """Collective: return {"loss", "acc1" in [0, 1], "images"} over all ranks; waits for the device."""
-        return _average(self._totals(world), [0.0] * 4)
+        return _average(world.all_reduce(self.sums.clone()).tolist(), [0.0] * 4)
 
     def average_since_last(self, world: World) -> dict[str, float]:
         """Collective: return `average` over the batches since the last call."""
-        before, self.logged = self.logged, self._totals(world)
+        before, self.logged = self.logged, world.all_reduce(self.sums.clone()).tolist()
         return _average(self.logged, before)
 
     def finite_batches(self) -> int:
         """Return this rank's number of batches before the first non-finite loss; waits for the device."""
         return int(self.sums[3].item())
-
-    def _totals(self, world: World) -> list[float]:
-        return world.all_reduce(self.sums.clone()).tolist()
 
 
 def _average(totals: list[float], before: list[float]) -> dict[str, float]:

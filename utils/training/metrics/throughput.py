@@ -55,8 +55,7 @@ class Throughput:
         images, seconds = self.counted()
         return images / seconds if seconds else 0.0
 
-    def _skipped(self) -> int:
-        """Return how many of the process's first windows do not count."""
+    def _skipped(self) -> int:  # of the process's first windows
         return 1 if self.earlier[0] or len(self.windows) > 1 else 0
 
 

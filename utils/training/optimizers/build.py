@@ -29,11 +29,10 @@ def build_optimizer(
     optimizer: torch.optim.Optimizer
     if is_user_code(config.optimizer):
         optimizer = _build_external(config, groups)
-    elif config.optimizer == "muon":
+    elif config.optimizer == "muon":  # GRAPHS: capturable counts steps on the device
         optimizer = Muon(groups, **common, **momentum, orthogonalise=True, capturable=graphed)
     elif config.optimizer == "adamw":
         betas = (config.momentum, ADAM_BETA2)
-        # GRAPHS: capturable counts steps on the device
         optimizer = torch.optim.AdamW(groups, **common, betas=betas, fused=fused, capturable=graphed)
     else:
         optimizer = torch.optim.SGD(groups, **common, **momentum, fused=fused)
@@ -72,20 +71,16 @@ def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter]) -> li
     muon = config.optimizer == "muon"
     if config.weight_decay_bn_bias and not muon:
         return [{"params": parameters}]
-    vectors: dict[str, Any] = {"params": [parameter for parameter in parameters if parameter.ndim <= 1]}
+    adamw = {"orthogonalise": False} if muon else {}
+    vectors: dict[str, Any] = {"params": [parameter for parameter in parameters if parameter.ndim <= 1]} | adamw
     if not config.weight_decay_bn_bias:
         vectors["weight_decay"] = 0.0
-    if muon:
-        convolutions = [parameter for parameter in parameters if _mixes_channels(parameter)]
-        others = [parameter for parameter in parameters if parameter.ndim > 1 and not _mixes_channels(parameter)]
-        vectors["orthogonalise"] = False
-        return [{"params": convolutions}, {"params": others, "orthogonalise": False}, vectors]
-    return [{"params": [parameter for parameter in parameters if parameter.ndim > 1]}, vectors]
-
-
-def _mixes_channels(parameter: nn.Parameter) -> bool:
-    """Whether it is a convolution's weight, but no depthwise one [C, 1, h, w] and no scale [1, C, 1, 1]."""
-    return parameter.ndim == 4 and min(parameter.shape[:2]) > 1
+    filters, others = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter in [parameter for parameter in parameters if parameter.ndim > 1]:
+        # convolutions, but no depthwise one [C, 1, h, w] and no scale [1, C, 1, 1]
+        mixes_channels = parameter.ndim == 4 and min(parameter.shape[:2]) > 1
+        (filters if muon and mixes_channels else others).append(parameter)
+    return [{"params": filters}] * muon + [{"params": others} | adamw, vectors]
 
 
 def _lay_out_buffers(optimizer: torch.optim.Optimizer) -> None:
@@ -130,8 +125,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-
-
-def learning_rate(optimizer: torch.optim.Optimizer) -> float:
-    """Return the first group's current learning rate; waits for the device if it is stored there."""
-    return float(optimizer.param_groups[0]["lr"])

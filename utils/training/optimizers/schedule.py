@@ -9,19 +9,27 @@ ONECYCLE_START = 1 / 25  # torch.optim.lr_scheduler.OneCycleLR: div_factor 25
 ONECYCLE_END = 1 / 25e4  # and final_div_factor 1e4 below that
 
 
-@dataclass(frozen=True)
 class Schedule:
     """Learning-rate factor of each optimizer step: a pure function of the step and the plateau's cuts.
 
-    Steps count attempted updates: a step that loss scaling skips still advances the schedule.
+    Steps count attempted updates: a step that loss scaling skips still advances the schedule. `notes`: for the log.
     """
 
-    kind: str
-    warmup_steps: int
-    total_steps: int
-    decay_factor: float = 0.2
-    milestone_steps: tuple[int, ...] = ()
-    warmup_stride: int = 1  # steps between two rises of the warm-up; divides warmup_steps
+    def __init__(self, config: ScheduleConfig, steps_per_epoch: int) -> None:
+        self.kind, self.decay_factor = config.schedule_kind, config.lr_decay_factor
+        epochs, problem = config.lr_warmup_epochs, ""
+        if self.kind == "onecycle" and epochs >= config.max_epochs:  # its rise would not end within the run
+            epochs = config.max_epochs / 2
+            problem = f"onecycle peaks after {epochs:g} epochs"
+        elif epochs > config.max_epochs:
+            problem = f"the learning rate rises to {config.max_epochs / epochs:.2g} of its peak"
+        too_long = f"lr_warmup_epochs {config.lr_warmup_epochs:g} does not fit into max_epochs {config.max_epochs}: "
+        self.notes = [too_long + problem] if problem else []
+        self.warmup_steps, self.total_steps = round(epochs * steps_per_epoch), config.max_epochs * steps_per_epoch
+        # steps between two rises of the warm-up; divides warmup_steps
+        self.warmup_stride = steps_per_epoch if config.lr_warmup_by == "epoch" else 1
+        milestones = config.lr_schedule if isinstance(config.lr_schedule, tuple) else ()
+        self.milestone_steps = [epoch * steps_per_epoch for epoch in milestones]
 
     def factor(self, step: int, plateau_cuts: int = 0) -> float:
         """Return the factor on the peak learning rate for `step`, counted from 0."""
@@ -46,37 +54,6 @@ class Schedule:
         else:
             start, end, progress = 1.0, ONECYCLE_END, (step - peak) / max(1, self.total_steps - 1 - peak)
         return end + (start - end) / 2 * (1 + math.cos(math.pi * progress))
-
-
-def warmup_epochs(config: ScheduleConfig) -> float:
-    """Return `lr_warmup_epochs`, or half of the run if the rise of onecycle would not end within the run."""
-    if config.lr_schedule == "onecycle" and config.lr_warmup_epochs >= config.max_epochs:
-        return config.max_epochs / 2
-    return config.lr_warmup_epochs
-
-
-def explain_warmup(config: ScheduleConfig) -> list[str]:
-    """Return a note for the log if the warm-up does not fit into the run."""
-    epochs = warmup_epochs(config)
-    too_long = f"lr_warmup_epochs {config.lr_warmup_epochs:g} does not fit into max_epochs {config.max_epochs}: "
-    if epochs != config.lr_warmup_epochs:
-        return [f"{too_long}onecycle peaks after {epochs:g} epochs"]
-    if epochs > config.max_epochs:
-        return [f"{too_long}the learning rate rises to {config.max_epochs / epochs:.2g} of its peak"]
-    return []
-
-
-def build_schedule(config: ScheduleConfig, steps_per_epoch: int) -> Schedule:
-    """Build the schedule, with the configured epochs converted to steps."""
-    milestones = config.lr_schedule if isinstance(config.lr_schedule, tuple) else ()
-    return Schedule(
-        kind=config.schedule_kind,
-        warmup_steps=round(warmup_epochs(config) * steps_per_epoch),
-        total_steps=config.max_epochs * steps_per_epoch,
-        decay_factor=config.lr_decay_factor,
-        milestone_steps=tuple(epoch * steps_per_epoch for epoch in milestones),
-        warmup_stride=steps_per_epoch if config.lr_warmup_by == "epoch" else 1,
-    )
 
 
 @dataclass
