@@ -106,9 +106,8 @@ def test_configurations_exist(path: Path):
     known = {name for file in (ROOT / "config").glob("*.yaml") for name in list_blocks(file)}
     text = path.read_text(encoding="utf-8")
     named = set(re.findall(r"--config(?:=| (?=bs\d))([a-z0-9][\w.+-]*)", text))
-    named |= {name for names in re.findall(r"--configs=([a-z0-9][a-z0-9,-]+)", text) for name in names.split(",")} - {
-        *LISTS
-    }
+    lists = re.findall(r"--configs=([a-z0-9][a-z0-9,-]+)", text)
+    named |= {name for names in lists for name in names.split(",")} - {*LISTS}
     named |= set(re.findall(r"TRAIN_CONFIG:-([\w.+-]+)", text))
     own = {name for block in OWN_FILE.findall(text) for name in re.findall(r"^([\w.+-]+):", block, re.MULTILINE)}
     assert named <= known | own
@@ -164,9 +163,8 @@ def test_the_picture_of_the_packages_is_that_of_the_table():
 
 
 def test_searches_for_tags_find_each_of_them():
-    searches = {
-        match for page in PAGES for match in re.findall(r"grep -rnE? \"[^\"]+\" .*?utils", page.read_text("utf-8"))
-    }
+    pages = "".join(page.read_text("utf-8") for page in PAGES)
+    searches = set(re.findall(r"grep -rnE? \"[^\"]+\" .*?utils", pages))
     assert len(searches) > 6
     for search in searches:
         tags = re.findall(r"[A-Z]{2,}", search)
