@@ -308,8 +308,8 @@ class Peers:
     def _unreachable(self) -> Failure:
         """Return the failure of a rank that has lost the store. All ranks of a node find it, and cannot agree who
         prints it."""
-        rank, server = self.launch.rank, f"{self._name([0])}, or " if self.launch.rank else ""
-        place = f"{server}the store at {self.launch.address}:{self.launch.port}"
+        rank, name = self.launch.rank, self._name([0]) if self._places else "rank 0"  # perhaps lost before they met
+        place = f"{f'{name}, or ' if rank else ''}the store at {self.launch.address}:{self.launch.port}"
         silent = self.launch.local_rank != 0 and rank != 1
         return Failure(1, "" if silent else f"error: rank {rank}: lost contact with {place}: {GONE}")
 
@@ -366,7 +366,7 @@ class Peers:
         # PyTorch raises a ConnectionError where the store's connection is reset
         from_torch = isinstance(error, RuntimeError | ConnectionError) and "DataLoader worker" not in str(error)
         text = str(error) if from_torch else ""
-        lost = self._places and LOST_RANK.search(text)
+        lost = LOST_RANK.search(text)
         try:
             with deadline(STORE_SECONDS, lambda: self._end(failure)):
                 if self._places and re.search("Timed out waiting|wait timeout", text):
