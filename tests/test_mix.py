@@ -20,26 +20,23 @@ CONFIGS = {
 }
 
 
+_noise = torch.Generator().manual_seed(0)
+IMAGES = torch.randn(NUM_IMAGES, 3, SIZE, SIZE, generator=_noise)
+LABELS = torch.randint(0, CLASSES, (NUM_IMAGES,), generator=_noise)
+
+
 def plan(rank=0, world_size=1):
     return EpochPlan(NUM_IMAGES, BATCH // world_size, rank, world_size, training=True, seed=9)
 
 
-def data():
-    """Return all images and labels, by index."""
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(NUM_IMAGES, 3, SIZE, SIZE, generator=generator)
-    return images, torch.randint(0, CLASSES, (NUM_IMAGES,), generator=generator)
-
-
 def reference(config, epoch, index):
     """Return the mixed image and target of sample `index`, from (seed, epoch, index) only."""
-    images, labels = data()
     order = epoch_order(9, epoch, NUM_IMAGES).tolist()
     partner = order[order.index(index) ^ 1]
 
     def with_hole(number):
         top, left, bottom, right = sample_mixing(config, 9, epoch, np.array([number]), SIZE, SIZE).hole[0]
-        image = images[number].clone()
+        image = IMAGES[number].clone()
         image[:, top:bottom, left:right] = 0
         return image
 
@@ -49,27 +46,26 @@ def reference(config, epoch, index):
     top, left, bottom, right = mixing.patch[0]
     mixed[:, top:bottom, left:right] = other[:, top:bottom, left:right]
     target = torch.zeros(CLASSES)
-    target[labels[index]] += mixing.label_weight[0]
-    target[labels[partner]] += 1 - mixing.label_weight[0]
+    target[LABELS[index]] += mixing.label_weight[0]
+    target[LABELS[partner]] += 1 - mixing.label_weight[0]
     return mixed, target
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_mixing_equals_a_pure_function_of_seed_epoch_and_index(name, world_size):
-    images, labels = data()
     for rank in range(world_size):
         mix = BatchMix(CONFIGS[name], plan(rank, world_size))
         for epoch, batch in ((3, 1), (0, 0), (3, 0)):
             indices = plan(rank, world_size).batches(epoch)[batch]
-            given = images[indices].contiguous(memory_format=torch.channels_last)
-            mixed, targets = mix(given, labels[indices], epoch, batch)
-            assert mixed.is_contiguous(memory_format=torch.channels_last) and torch.equal(given, images[indices])
+            given = IMAGES[indices].contiguous(memory_format=torch.channels_last)
+            mixed, targets = mix(given, LABELS[indices], epoch, batch)
+            assert mixed.is_contiguous(memory_format=torch.channels_last) and torch.equal(given, IMAGES[indices])
             for row, index in enumerate(indices.tolist()):
                 expected, target = reference(CONFIGS[name], epoch, index)
                 torch.testing.assert_close(mixed[row], expected, rtol=1e-5, atol=1e-6)
                 if name == "cutout":
-                    assert targets[row] == labels[index]
+                    assert targets[row] == LABELS[index]
                 else:
                     torch.testing.assert_close(targets[row], target)
 
