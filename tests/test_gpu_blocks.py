@@ -30,6 +30,7 @@ def shrink(config: Config) -> Config:
     values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
     values["lr_schedule"] = (1,) if config.schedule_kind == "step" else config.lr_schedule
     values["micro_batch_size"] = 4 if accumulates else None
+    values["deterministic"] = config.deterministic or config.verify_every_steps is not None
     if config.data_loader == "dali":
         values["data_loader"] = "torchvision"
     return Config(**values)

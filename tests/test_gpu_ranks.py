@@ -10,21 +10,16 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.conftest import TINY, read_records, tiny_config
 from tests.fake_cuda import arithmetic, runtime
-from tests.processes import Ended, complaints, run_job
+from tests.processes import complaints, run_job
 from train import Trainer
-from utils.config import Config
 from utils.distributed.ranks import run_ranks
-from utils.distributed.world import World
 from utils.training.averages import RunningStatistics
 from utils.training.step import GraphedStep
 
@@ -36,28 +31,17 @@ pytestmark = [
 BATCH, TOLERANCE = 16, 1e-5
 GRAPHS: dict[str, Any] = {"enable_cuda_graphs": True}
 ACCUMULATION: dict[str, Any] = {"micro_batch_size": 4}
-SWITCHES: dict[str, Any] = {
-    "bucket_cap_mb": 0.02,
-    "enable_prefetch": True,
-    "ema_decay": 0.8,
-    "verify_every_steps": 1,
-    "deterministic": True,
-}
+SWITCHES: dict[str, Any] = {"bucket_cap_mb": 0.02, "enable_prefetch": True, "ema_decay": 0.8}
+SWITCHES |= {"verify_every_steps": 1, "deterministic": True}
 RUNS = {"plain": {}, "switches": ACCUMULATION | SWITCHES}
 ON_GPUS = {name: changes | GRAPHS for name, changes in RUNS.items()}
 NOT_ON_A_CPU = dict.fromkeys(("enable_cuda_graphs", "enable_prefetch", "enable_sync_bn"), False)
 
 
-def configuration(device: str, **changes: Any) -> Config:
-    few = {
-        "batch_size": BATCH,
-        "limit_train_batches": 14,
-        "max_epochs": 1,
-        "lr": 0.01,
-        "enable_extra_opts": ["fused_optimizer"],
-    }
-    values = few | {"device": device} | changes
-    return tiny_config(**values | (NOT_ON_A_CPU if device == "cpu" else {}))
+def configuration(device, **changes):
+    few = {"batch_size": BATCH, "limit_train_batches": 14, "max_epochs": 1, "lr": 0.01, "device": device}
+    few["enable_extra_opts"] = ["fused_optimizer"]
+    return tiny_config(**few | changes | (NOT_ON_A_CPU if device == "cpu" else {}))
 
 
 def train_runs(folder, device, runs, who=-1, number=signal.SIGTERM):
@@ -66,13 +50,13 @@ def train_runs(folder, device, runs, who=-1, number=signal.SIGTERM):
     if device == "cuda":
         arithmetic.start()
 
-    def action(world: World) -> None:
+    def action(world):
         for name, changes in runs.items():
             config = configuration(device, **changes)
             is_new = not (folder / name).exists()  # a resumed run may end before its capture
             trainer = Trainer(config, world, folder / name, name)
             if world.rank == who:
-                _interrupt(trainer, number)
+                interrupt(trainer, number)
             trainer.train()
             step = trainer.learner.step
             if is_new and config.enable_cuda_graphs:
@@ -85,36 +69,34 @@ def train_runs(folder, device, runs, who=-1, number=signal.SIGTERM):
     return run_ranks(action, device, 300)
 
 
-def _interrupt(trainer: Trainer, number: int) -> None:
+def interrupt(trainer, number):
     train_step, steps = trainer.learner.train_step, itertools.count(1)
 
-    def train(images: Tensor, labels: Tensor) -> None:
+    def train(images, labels):
         if next(steps) == 13:
             os.kill(os.getpid(), number)
         train_step(images, labels)
 
-    trainer.learner.train_step = train  # type: ignore[method-assign]
+    trainer.learner.train_step = train
 
 
-def lose_a_rank(folder: Path) -> int:
+def lose_a_rank(folder):
     """Kill rank 1 while rank 0 waits for it in the replay of a graph."""
     return train_runs(folder, "cuda", {"lost": GRAPHS}, 1, signal.SIGKILL)
 
 
-def train_in_halves(folder: Path, device: str, runs: dict[str, dict[str, Any]]) -> int:
+def train_in_halves(folder, device, runs):
     """Keep BatchNorm's statistics of the first of two micro-batches only, as DataParallel does."""
 
-    def keep_the_first(statistics: RunningStatistics, last: bool) -> None:
-        if last:
-            torch._foreach_copy_(statistics.buffers, statistics.total)
-        else:
-            torch._foreach_copy_(statistics.total, statistics.buffers)
+    def keep_the_first(statistics, last):
+        first = statistics.buffers["statistics"], statistics.total["statistics"]
+        torch._foreach_copy_(*(first if last else first[::-1]))
 
-    RunningStatistics.collect = torch.no_grad()(keep_the_first)  # type: ignore[method-assign]
+    RunningStatistics.collect = torch.no_grad()(keep_the_first)
     return train_runs(folder, device, runs)
 
 
-def start(folder: Path, program: Callable[..., int], *arguments: Any, ranks: int = 2) -> list[Ended]:
+def start(folder, program, *arguments, ranks=2):
     folder = folder / program.__name__
     while folder.exists():
         folder = folder.with_name(f"{folder.name}-again")
@@ -135,7 +117,7 @@ def train_on(folder, device, runs, ranks=2, program=train_runs):
     return found
 
 
-def assert_equal(here: Any, there: Any) -> None:
+def assert_equal(here, there):
     """Ranks of a run must be bitwise equal; runs within `TOLERANCE`, relative, in the Euclidean norm."""
     (epoch, states), (other_epoch, (other, *_)) = here, there
     for state in states[1:]:
@@ -171,12 +153,8 @@ def test_batch_norm_over_two_ranks_equals_one_rank_with_the_whole_batch(tmp_path
 
 def test_one_process_for_two_gpus_equals_one_gpu_with_half_the_batch_at_a_time(tmp_path):
     """Both normalise each half of a batch by its own statistics."""
-    few: dict[str, Any] = {"limit_train_batches": 5}
-    precisions: dict[str, dict[str, Any]] = {
-        "float32": few,
-        "fp16": few | {"enable_amp": True},
-        "O2": few | {"opt_level": "O2"},
-    }
+    few = {"limit_train_batches": 5}
+    precisions = {"float32": few, "fp16": few | {"enable_amp": True}, "O2": few | {"opt_level": "O2"}}
     both = {f"{name}-both": changes | {"parallel": "dataparallel"} for name, changes in precisions.items()}
     halves = {f"{name}-halves": changes | {"micro_batch_size": BATCH // 2} for name, changes in precisions.items()}
     found = train_on(tmp_path, "cuda", both | halves, ranks=1, program=train_in_halves)
@@ -189,17 +167,14 @@ def test_one_process_for_two_gpus_equals_one_gpu_with_half_the_batch_at_a_time(t
 
 def test_two_ranks_stop_and_resume_in_mid_epoch(tmp_path, on_gpus):
     """After a signal to one of them, with a graph and prefetched batches."""
-    name = "switches"
-    runs = {name: ON_GPUS[name]}
+    runs = {"switches": ON_GPUS["switches"]}
     stopped = start(tmp_path, train_runs, tmp_path, "cuda", runs, 1)
     assert [process.status for process in stopped] == [75, 75], [process.errors for process in stopped]
-    assert_equal(train_on(tmp_path, "cuda", runs)[name], on_gpus[name])
+    assert_equal(train_on(tmp_path, "cuda", runs)["switches"], on_gpus["switches"])
 
 
 def test_a_rank_that_waits_in_a_replay_ends_when_another_is_killed(tmp_path):
     first, second = start(tmp_path, lose_a_rank, tmp_path)
     assert (first.status, second.status) == (1, -signal.SIGKILL)
-    lines = complaints([first])
-    assert len(lines) == 1, lines
-    (line,) = lines
+    (line,) = [line for line in complaints([first]) if "error" in line.lower()]  # besides PyTorch's warnings
     assert line.startswith("error: rank 0: no answer from rank 1 (process "), line

@@ -25,18 +25,11 @@ pytestmark = pytest.mark.gpu
 QUICK = 16  # rows, with 95 % of the pairs; later ones are slow
 # Values to try for numbers and lists; other settings' values follow from their types.
 NUMBERS: dict[str, list[Any]] = {
-    "clip_grad_norm": [None, 1.0],
-    "ema_decay": [None, 0.9],
-    "label_smoothing": [0.0, 0.1],
-    "loss_scale": [None, "dynamic", 128.0],
-    "optimizer": ["sgd", "adamw", "muon"],
-    "micro_batch_size": [None, 4],
-    "mixup_alpha": [0.0, 0.2],
-    "cutmix_alpha": [0.0, 1.0],
-    "cutout_size": [0, 8],
-    "checkpoint_every_steps": [None, 2],
+    "clip_grad_norm": [None, 1.0], "ema_decay": [None, 0.9], "label_smoothing": [0.0, 0.1],
+    "loss_scale": [None, "dynamic", 128.0], "optimizer": ["sgd", "adamw", "muon"], "micro_batch_size": [None, 4],
+    "mixup_alpha": [0.0, 0.2], "cutmix_alpha": [0.0, 1.0], "cutout_size": [0, 8], "checkpoint_every_steps": [None, 2],
     "progressive": [{}, {"progressive_image_sizes": [[16, 0.5]]}],
-}
+}  # fmt: skip
 OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip"]
 # compiled kernels compute nothing on the fake runtime; schedules only change the learning rate; cpu_kernels is for CPUs
 EXCLUDED = {"enable_compile", "lr_schedule", "lr_scale_rule", "lr_warmup_by", "cpu_kernels"}
@@ -121,6 +114,7 @@ ROWS, REFUSED = covering_rows()
 def test_refused_pairs():
     assert Counter(tuple(sorted(key for key, _ in pair)) for pair in REFUSED) == {
         ("nesterov", "optimizer"): 1,
+        ("enable_cuda_graphs", "enable_extra_opts"): 1,
         ("enable_cuda_graphs", "parallel"): 1,
         ("ema_decay", "opt_level"): 2,
         ("loss_scale", "opt_level"): 2,
@@ -129,12 +123,9 @@ def test_refused_pairs():
     }
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=str(number), marks=() if number < QUICK else pytest.mark.slow)
-        for number, row in enumerate(ROWS)
-    ],
-)
+QUICK_AND_SLOW = [*ROWS[:QUICK], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS[QUICK:])]
+
+
+@pytest.mark.parametrize("row", QUICK_AND_SLOW, ids=range(len(ROWS)))
 def test_switches_train_together_and_resume_after_a_stop(row, tmp_path, monkeypatch):
     check_resume(configure(row), tmp_path, monkeypatch)
