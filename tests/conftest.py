@@ -17,10 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests import forked_python
 from tests.tiny_shards import make_folders
@@ -106,23 +104,8 @@ def copied(packed, tmp_path):
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory):
-    """pictures(size): a folder with ten classes of two training JPEGs and one validation JPEG of about that size."""
-    made: dict[int, Path] = {}
-
-    def draw(size: int) -> Path:
-        if size not in made:
-            made[size] = tmp_path_factory.mktemp(f"pictures-{size}")
-            generator = np.random.default_rng(0)
-            for label in range(CLASSES):
-                for split, count in (("train", 2), ("val", 1)):
-                    for number in range(count):
-                        path = made[size] / split / f"class-{label}" / f"{number}.jpg"
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        pixels = generator.integers(0, 256, (8, 8, 3), np.uint8)
-                        Image.fromarray(pixels).resize((size + 8 * number, size)).save(path)
-        return made[size]
-
-    return draw
+    """Ten classes of two training JPEGs and one validation JPEG of 32 pixels."""
+    return make_folders(tmp_path_factory.mktemp("pictures"), [f"class-{n}" for n in range(CLASSES)], 2, 1, 32)
 
 
 def tiny_config(block: str = "default", **changes: Any) -> Config:

@@ -73,5 +73,5 @@ def _blocks_with_every_setting():
 @pytest.mark.parametrize(("path", "name"), _blocks_with_every_setting())
 def test_every_setting_of_a_block_trains(path, name, tmp_path, pictures):
     config = Config(**_with_small_network(path, name))
-    where = {"data_path": str(pictures(32))} if config.dataset == "imagenet" else {}
+    where = {"data_path": str(pictures)} if config.dataset == "imagenet" else {}
     run(config.model_copy(update=where), tmp_path)

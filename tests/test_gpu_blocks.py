@@ -50,5 +50,5 @@ def distinct() -> list[Any]:
 
 @pytest.mark.parametrize("config", distinct())
 def test_a_block_resumes_after_a_stop(config, pictures, tmp_path, monkeypatch):
-    config = Config(**config.model_dump() | {"data_path": str(pictures(32))})
+    config = Config(**config.model_dump() | {"data_path": str(pictures)})
     check_resume(config, tmp_path, monkeypatch)
