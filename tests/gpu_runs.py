@@ -71,4 +71,4 @@ def check_resume(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) 
         assert captured is graphed
     torch.testing.assert_close(resumed.learner.state_dict(), learner.state_dict(), rtol=0, atol=0)
     assert read_epochs(folder / "stopped") == read_epochs(folder / "whole")
-    assert resumed.progress.best == whole.progress.best
+    assert resumed.run.best == whole.run.best

@@ -51,12 +51,15 @@ def state(finished):
 @pytest.fixture
 def resume(tiny, one_rank, folder):
     """resume(path): open the copied run from `path` without training; return what is opened, and its lock is free."""
-    state = train.Trainer(tiny(max_epochs=3, keep_checkpoints=9), one_rank).state
+    opening = train.Trainer(tiny(max_epochs=3, keep_checkpoints=9), one_rank).run
 
     def open_from(path="auto", run_dir=folder):
-        opened = open_run(run_dir, str(path), state)
+        opening.folder, opening.log.waiting = run_dir, []
+        opened = open_run(opening, str(path))
         opened.lock.close()
         return opened
+
+    open_from.lines = lambda: opening.log.waiting
 
     return open_from
 
@@ -97,7 +100,7 @@ def test_the_log_names_skipped_checkpoints_and_lost_best_weights(resume, saved):
         path.write_bytes(path.read_bytes()[:-1])
     best = read_checkpoint(saved / "step-000000008.pt")["best"]["epoch"]
     opened = resume()
-    assert [note.partition(" (")[0] for note in opened.notes] == [
+    assert [line.partition(" (")[0] for line in resume.lines()] == [
         f"Skipped: {newest}: is damaged or not a checkpoint of this program",
         f"Skipped: {saved / 'best.pt'}: is damaged or not a checkpoint of this program",
         f"Resuming from {saved / 'step-000000008.pt'}: epoch 3, batch 0, step 8",
@@ -194,7 +197,8 @@ def test_a_resume_with_other_threads_versions_or_processors_says_that_the_bits_m
     """They add in another order. The stored versions are compared with the present ones."""
     other = {"torch": "2.0.0", "threads": 999, "instruction_set": "AVX", "device": "a GPU"}
     (saved / "step-000000012.pt").write_bytes(encode(state | {"versions": other}))
-    (note,) = [note for note in resume().notes if "last bits" in note]
+    resume()
+    (note,) = [line for line in resume.lines() if "last bits" in line]
     assert all(f"{key} {value!r} -> " in note for key, value in other.items()) and note.count("\n") == 0
 
 
@@ -208,7 +212,7 @@ def test_a_best_accuracy_over_another_validation_set_is_no_longer_the_best(tiny,
     for name in (path.name, "best.pt"):
         (path.parent / name).write_bytes(encode(state | {"best": state["best"] | {"acc1": 1.0}}))
     trainer = run(all_images, one_rank, tmp_path, resume=str(tmp_path))
-    assert trainer.progress.best["epoch"] == 2 and trainer.progress.best["acc1"] < 1
+    assert trainer.run.best["epoch"] == 2 and trainer.run.best["acc1"] < 1
     assert read_checkpoint(path.with_name("best.pt"))["epoch"] == 2
     line = "Validation has changed (images 30 -> 200): 100.00% of epoch 1 cannot be compared"
     assert line in (tmp_path / "train.log").read_text()
@@ -273,7 +277,7 @@ def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, t
         found.append((state["step"], [row["epoch"] for row in map(json.loads, lines) if row["kind"] == "epoch"]))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(train, "save_checkpoint", save)
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save)
     run(tiny(checkpoint_every_steps=2), one_rank, tmp_path)
     assert found == [(2, []), (4, []), (4, [1]), (6, [1]), (8, [1]), (8, [1, 2])]
 
@@ -296,7 +300,7 @@ def test_a_kill_between_the_two_writes_loses_no_best_weights(tiny, one_rank, tmp
         patch.setattr(checkpoint, "write_atomically", write_and_die)
         run(config, one_rank, tmp_path)
     trainer = run(config, one_rank, tmp_path)
-    assert trainer.progress.best["epoch"] == 1 == read_checkpoint(tmp_path / "checkpoints/best.pt")["epoch"]
+    assert trainer.run.best["epoch"] == 1 == read_checkpoint(tmp_path / "checkpoints/best.pt")["epoch"]
     assert not [*tmp_path.rglob(".*.tmp")]
 
 
@@ -309,7 +313,7 @@ def test_a_run_can_resume_from_a_checkpoint_in_the_folder_that_is_moved_aside(ti
     if not (folder / name).exists():
         (folder / "checkpoints/best.pt").rename(folder / name)
     trainer = run(tiny(max_epochs=4, keep_checkpoints=9), one_rank, folder, resume=str(folder / name))
-    assert trainer.progress.epoch == 4 and trainer.progress.best["epoch"] > 0
+    assert trainer.run.epoch == 4 and trainer.run.best["epoch"] > 0
     assert folder.with_name("run.1").exists() == name.startswith("deep")
 
 

@@ -265,6 +265,6 @@ def test_a_run_resumes_with_its_own_statistics(one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "channel_statistics", lambda images: ((0.1,) * 3, (0.2,) * 3))
     again = train(folder, tmp_path / "run", one_rank, resume=f"{tmp_path}/run", max_epochs=2)
     for name in ("mean", "std"):
-        assert again.data[name] == trainer.data[name]
-        assert {getattr(loader.normalise, name) for loader in again.loaders.every()} == {trainer.data[name]}
+        assert again.run.data[name] == trainer.run.data[name]
+        assert {getattr(loader.normalise, name) for loader in again.loaders.every()} == {trainer.run.data[name]}
     assert "Normalising with the checkpoint's" in (tmp_path / "run/train.log").read_text()

@@ -210,6 +210,7 @@ def test_runs_resume_in_mid_epoch_with_an_average_at_any_world_size(tmp_path, be
         path.unlink()
     (middle,) = newest_good(checkpoints)[1:2]
     assert middle is not None and (middle["epoch"], middle["batch"], len(middle["ranks"])) == (0, 2, before)
+    assert middle["timing"][1] == BATCH  # counted so far, up to the first log point
     moved = epochs_of(tmp_path / "again", "../moved", after, **settings)
     assert [row["epoch"] for row in moved] == [1, 2]
     for here, there in zip(moved, straight, strict=True):
@@ -288,7 +289,7 @@ VALIDATION_SIZES = (2, 7, 100)
 def validate(world: World) -> dict[int, dict[str, float]]:
     """Validate the first few images, also in fewer batches than there are ranks."""
     trainer = train.Trainer(configuration(), world)
-    trainer.log = RunLogger(Path(), enabled=False, to_screen=False, to_tensorboard=False)
+    trainer.run.log = RunLogger(Path(), enabled=False, to_screen=False, to_tensorboard=False)
     whole, results = trainer.loaders.valid, {}
     for size in VALIDATION_SIZES:
         plan = EpochPlan(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)

@@ -165,14 +165,14 @@ def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_pat
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
         log_point(iteration, images)
-        log_points.append(trainer.progress.epoch)
+        log_points.append(trainer.run.epoch)
         torch.cuda.set_sync_debug_mode(mode)
 
     monkeypatch.setattr(trainer, "_log_point", wait_here)
     logger = RunLogger(tmp_path, enabled=True, to_screen=False, to_tensorboard=False)
-    with logger.open(epoch=0, step=0) as trainer.log:
+    with logger.open(epoch=0, step=0) as trainer.run.log:
         trainer.train_one_epoch()
-        trainer.progress.epoch, trainer.progress.batch = 1, 0
+        trainer.run.epoch, trainer.run.batch = 1, 0
         torch.cuda.set_sync_debug_mode("error")
         try:
             trainer.train_one_epoch()

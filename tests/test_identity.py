@@ -56,7 +56,7 @@ def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_ran
         stop(trainer, poll=2)
         with pytest.raises(Stopped):
             trainer.train()
-    assert (trainer.progress.epoch, trainer.progress.batch) == (0, 4)
+    assert (trainer.run.epoch, trainer.run.batch) == (0, 4)
     kept = [load_config(tmp_path / name, "tiny") for name in ("config.yaml.1", "config.yaml.2", "config.yaml")]
     assert kept == starts
     assert not (tmp_path / "config.yaml.3").exists()

@@ -164,7 +164,7 @@ is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 whole = train.Trainer.train_one_epoch
 
 def epoch(self):
-    if (self.progress.epoch, self.world.rank, is_first) == (1, 1, True):
+    if (self.run.epoch, self.world.rank, is_first) == (1, 1, True):
         os.kill(os.getpid(), signal.SIGKILL)
     whole(self)
 

@@ -16,9 +16,9 @@ from utils.errors import ConfigError
 from utils.run import meters
 from utils.run.config import MEASURED
 from utils.run.logging.environment import device_name
-from utils.run.meters import Meters, count_devices, read_gpu, read_joules, read_peak
+from utils.run.meters import Meters, count_devices, read_gpu, read_joules
 from utils.training.kernels.stem import pad_stem
-from utils.training.metrics.flops import flops_per_image, published_peak
+from utils.training.metrics.flops import flops_per_image, published_peak, read_peak
 
 GPU = torch.device("cuda", 0)
 
@@ -124,9 +124,9 @@ def test_mfu_counts_all_devices_and_ranks_of_a_host_share_one(tiny, one_rank, tm
 
 def test_unknown_flops_or_peak_are_omitted(tiny, one_rank, tmp_path, monkeypatch):
     trainer = Trainer(tiny(), one_rank, tmp_path)
-    assert [note for note in trainer.meters.notes if note.startswith("no MFU: the peak of ")]
+    assert [line for line in trainer.run.log.waiting if line.startswith("no MFU: the peak of ")]
     assert trainer.meters.window(100.0, 0).keys() == {"model_tflops"} and trainer.meters.totals(100) == {}
     network = type(trainer.learner.model)
     monkeypatch.setattr(network, "forward", lambda self, images: images * float(images.sum()))  # reads values
-    found = Meters(trainer.config, trainer.learner, one_rank, (3, 32, 32))
-    assert found.window(100.0, 0) == {} and "no model FLOP/s" in found.notes[0]
+    assert Meters(trainer.run).window(100.0, 0) == {}
+    assert [line for line in trainer.run.log.waiting if line.startswith("no model FLOP/s")]

@@ -31,6 +31,17 @@ def command(line):
     return [sys.executable, "-c", f"{program}    {line}\nsys.exit(main())"]
 
 
+def ended(words, stdout=subprocess.PIPE, text=True, **variables):
+    """Run a command to its end."""
+    pipes = {"stdout": stdout, "stderr": subprocess.PIPE}
+    environment = without_launcher(os.environ) | variables
+    return subprocess.run(words, cwd=ROOT, env=environment, text=text, check=False, **pipes)
+
+
+def training(folder, **settings):
+    return [PYTHON, "train.py", "--config=default", f"--run-dir={folder}", *as_options(TINY | settings)]
+
+
 ANSWERS = {
     "a tool": command("print('x' * 2**20)"),
     "a short answer": command("print('x')"),
@@ -46,20 +57,9 @@ def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if
     reader, writer = os.pipe()
     os.close(reader)
     with open("/dev/full", "w") as full:
-        for output, status, message in (
-            (writer, 141, ""),
-            (full, 1, "error: standard output: No space left on device\n"),
-        ):
-            ended = subprocess.run(
-                ANSWERS[answer],
-                cwd=ROOT,
-                env=without_launcher(os.environ),
-                stdout=output,
-                stderr=subprocess.PIPE,
-                text=True,
-                check=False,
-            )
-            assert (ended.returncode, ended.stderr) == (status, message)
+        for output, *expected in (writer, 141, ""), (full, 1, "error: standard output: No space left on device\n"):
+            answered = ended(ANSWERS[answer], output)
+            assert [answered.returncode, answered.stderr] == expected
     os.close(writer)
 
 
@@ -74,9 +74,9 @@ def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if
     ],
 )
 def test_a_command_ends_with_a_line_and_a_status(line, status, message):
-    ended = subprocess.run(command(line), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == status and ended.stderr.endswith(message)
-    assert ("Traceback" in ended.stderr) is (ended.stderr != message) is (not message.startswith(("error", "inter")))
+    process = ended(command(line))
+    assert process.returncode == status and process.stderr.endswith(message)
+    assert ("Traceback" in process.stderr) is (process.stderr != message) is (message[:5] not in ("error", "inter"))
 
 
 def test_an_error_keeps_its_status_if_the_disk_of_stderr_is_full():
@@ -88,10 +88,9 @@ def test_an_error_keeps_its_status_if_the_disk_of_stderr_is_full():
 
 def test_characters_that_cannot_be_encoded_are_escaped():
     for encoding, expected in (("utf-8", "ü \\udcff\n"), ("ascii", "\\xfc \\udcff\n")):
-        environment = os.environ | {"PYTHONIOENCODING": encoding}
         for line in ("print('ü \\udcff')", "print_error('ü \\udcff')"):
-            ended = subprocess.run(command(line), cwd=ROOT, env=environment, capture_output=True, check=False)
-            assert (ended.stdout + ended.stderr).decode() == expected
+            process = ended(command(line), text=False, PYTHONIOENCODING=encoding)
+            assert (process.stdout + process.stderr).decode() == expected
     latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     print_text("Кот\n", latin)
     assert latin.buffer.getvalue() == b"\\u041a\\u043e\\u0442\n"
@@ -109,12 +108,10 @@ def load(data_path):
 
 def test_names_of_classes_that_the_locale_lacks_are_kept(tmp_path):
     (tmp_path / "own_data.py").write_text(OWN_DATA, encoding="utf-8")
-    options = as_options(TINY | {"dataset": "own_data:load", "num_classes": 2, "limit_train_batches": 1})
+    words = training(tmp_path / "run", dataset="own_data:load", num_classes=2, limit_train_batches=1)
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(tmp_path)}
-    words = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path / 'run'}", *options]
-    environment = without_launcher(os.environ) | locale
-    ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    process = ended(words, **locale)
+    assert (process.returncode, process.stderr) == (0, "")
     (end,) = read_records(tmp_path / "run", "end")
     assert {row["class"] for row in end["worst_classes"]} == {"кот", "é|собака"}
 
@@ -138,8 +135,7 @@ def test_an_unreadable_file_with_a_line_break_in_its_name_is_reported_once(tmp_p
 def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, streams):
     """`train.py <&- >&- 2>&-`, whose signal's message must not go to another file, `> /dev/full`, and `| head`."""
     redirection = {"closed": "<&- >&- 2>&-", "full": ">/dev/full"}.get(streams, "")
-    options = as_options(TINY | {"log_freq": 1, "limit_train_batches": 400 if streams == "closed" else 4})
-    words = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path}", *options]
+    words = training(tmp_path, log_freq=1, limit_train_batches=400 if streams == "closed" else 4)
     shell = ["bash", "-c", f'exec "$@" {redirection}', "bash", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = subprocess.Popen(shell, cwd=ROOT, env=without_launcher(os.environ), text=True, **pipes)
@@ -158,8 +154,8 @@ def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, streams)
 
 def test_a_reader_of_the_errors_that_leaves_does_not_change_the_status(tmp_path):
     """`train.py ... 2>&1 | tee FILE` and Ctrl-C, which ends tee, too."""
-    options = as_options(TINY | {"dataset": "imagefolder", "data_path": f"{tmp_path}/nowhere"})
-    words, status = [PYTHON, "train.py", "--config=default", f"--run-dir={tmp_path / 'run'}", *options], tmp_path / "s"
+    words = training(tmp_path / "run", dataset="imagefolder", data_path=f"{tmp_path}/nowhere")
+    status = tmp_path / "status"
     environment = without_launcher(os.environ) | {"TRAIN_EXIT_STATUS_FILE": str(status)}
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     run = subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **pipes)

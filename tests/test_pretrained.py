@@ -24,9 +24,9 @@ FROZEN = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # training does no
 def begin(config, one_rank, folder):
     """Return (the network's initial state, the notes) of a new run."""
     trainer = Trainer(config, one_rank, folder)
-    opened = trainer._open_folder()
-    opened.lock.close()
-    return trainer.learner.model.state_dict(), opened.notes
+    trainer.run.log.waiting.clear()
+    trainer._open_folder().close()
+    return trainer.learner.model.state_dict(), trainer.run.log.waiting
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from utils.distributed.launch import Launch
 from utils.distributed.ranks import open_store, run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError, Stopped
-from utils.files import FolderHeldError, lock_folder, sign_lock
+from utils.files import lock_folder, sign_lock
 
 LONG = 200  # seconds for which a main thread waits, longer than a test
 LIMIT = 8.0  # seconds, the timeout of the tests that wait for it
@@ -56,7 +56,7 @@ def raise_on_main(world: World, folder: Path) -> None:
     """Rank 0 finds its folder locked, and raises the error later than the other ranks, which have it from rank 0."""
     try:
         world.main_only(lambda: lock_folder(folder))
-    except FolderHeldError as error:
+    except ConfigError as error:
         assert ", of the job 7; wait" in str(error)
         time.sleep(0.5 * world.is_main)
         raise

@@ -13,12 +13,9 @@ from tests.test_train import run
 from train import Trainer
 from utils.config import Config
 from utils.run.checkpoint.io import read_checkpoint
-from utils.run.checkpoint.state import Progress
-from utils.timing.clock import Clock
 from utils.training.averages import Ema
 from utils.training.batches import resize
 from utils.training.learner import Classifier
-from utils.training.metrics.throughput import Throughput
 
 
 def epochs(folder):
@@ -176,7 +173,7 @@ def test_epochs_that_are_not_validated_train_the_same(tiny, one_rank, tmp_path):
             assert here.get(tag) == (there[tag] if validated else None)
         assert here["loss/train"] == there["loss/train"]
     best = max((row["acc1/valid"], -row["epoch"]) for row in rarely if "acc1/valid" in row)
-    assert (runs[1].progress.best["acc1"], runs[1].progress.best["epoch"]) == (best[0], -best[1])
+    assert (runs[1].run.best["acc1"], runs[1].run.best["epoch"]) == (best[0], -best[1])
     assert (tmp_path / "2/train.log").read_text().count(", valid acc1=") == 3
 
 
@@ -186,14 +183,14 @@ def test_a_run_resumes_after_an_epoch_that_was_not_validated(tiny, one_rank, tmp
     run(tiny(max_epochs=4, **keys), one_rank, tmp_path / "parts", resume=str(tmp_path / "parts"))
     assert [row["epoch"] for row in epochs(tmp_path / "parts") if "acc1/valid" in row] == [1, 3, 4]
     config = tiny(max_epochs=4, stop_at_accuracy=0.01, **keys)
-    assert run(config, one_rank, tmp_path / "stopped").progress.epoch == 3  # not before the first validation
+    assert run(config, one_rank, tmp_path / "stopped").run.epoch == 3  # not before the first validation
 
 
 # ---- stopping at a target
 
 
 def test_a_run_ends_at_its_target_and_stays_finished(tiny, one_rank, tmp_path):
-    accuracy = run(tiny(max_epochs=1), one_rank, tmp_path / "one").progress.best["acc1"]
+    accuracy = run(tiny(max_epochs=1), one_rank, tmp_path / "one").run.best["acc1"]
     folder = tmp_path / "three"
     for target, resume, trained in ((accuracy, "auto", 1), (accuracy, "auto", 1), (0.999, str(folder), 3)):
         run(tiny(max_epochs=3, stop_at_accuracy=target), one_rank, folder, resume=resume)  # equal is enough
@@ -201,12 +198,12 @@ def test_a_run_ends_at_its_target_and_stays_finished(tiny, one_rank, tmp_path):
     assert "Already finished" in (folder / "train.log").read_text()
 
 
-def test_of_equal_accuracies_the_first_is_the_best_and_an_incomplete_validation_never():
-    clock = Clock()
-    progress = Progress(clock, Throughput(1, clock), {"images": 200})
+def test_of_equal_accuracies_the_first_is_the_best_and_an_incomplete_validation_never(tiny, one_rank):
+    state = Trainer(tiny(), one_rank).run
     for accuracy, images in ((1.0, 197), (0.5, 199), (0.5, 199), (1.0, 198), (0.6, 200), (0.9, 199), (0, 0)):
-        progress.finish_epoch(progress.best_with({"acc1": accuracy, "images": images} if images else {}))
-    assert progress.best == {"acc1": 0.6, "epoch": 5, "images": 200, "measures": {"images": 200}}
+        state.best = state.best_with({"acc1": accuracy, "images": images} if images else {})
+        state.epoch += 1
+    assert state.best == {"acc1": 0.6, "epoch": 5, "images": 200, "measures": state.measures}
 
 
 # ---- refused combinations

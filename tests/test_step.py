@@ -151,7 +151,9 @@ def test_compile_without_a_compiler_is_refused(tiny, one_rank, monkeypatch):
         Trainer(tiny(enable_compile=True), one_rank)
     assert not compiles(auto, cuda)
     monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
-    assert any("compiled: the first step" in note for note in Trainer(tiny(enable_compile=True), one_rank).notes)
+    assert any(
+        "compiled: the first step" in note for note in Trainer(tiny(enable_compile=True), one_rank).run.log.waiting
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,7 @@ def count_reads(config, one_rank, monkeypatch, folder):
     """Train an epoch; return the number of host reads outside log points and in them."""
     trainer = Trainer(config, one_rank)
     logger = RunLogger(folder, enabled=True, to_screen=False, to_tensorboard=False)
-    with logger.open(epoch=0, step=0) as trainer.log, HostReads(monkeypatch) as reads:
+    with logger.open(epoch=0, step=0) as trainer.run.log, HostReads(monkeypatch) as reads:
         monkeypatch.setattr(trainer, "_log_point", reads.counted_separately(trainer._log_point, "log points"))
         # the flags of signals are always on the CPU
         monkeypatch.setattr(trainer.requests, "poll", reads.counted_separately(trainer.requests.poll, "polls"))

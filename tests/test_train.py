@@ -22,6 +22,7 @@ from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ExpectedError
 from utils.run.checkpoint.io import list_checkpoints
 from utils.run.logging.logger import RunLogger
+from utils.run.run import Run
 from utils.timing.clock import Clock
 from utils.training.checks.dry_run import activation_bytes_per_image
 from utils.training.metrics.throughput import Throughput
@@ -109,29 +110,29 @@ def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, o
 
 def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, one_rank, tmp_path):
     first = run(tiny(log_freq=4), one_rank, tmp_path)
-    assert [images for images, _ in first.throughput.windows] == [32, 96, 32, 96]  # the whole epoch
+    assert first.run.throughput.images == 2 * 4 * 32  # also those after an epoch's last log point
     before = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "environment.json", "metrics.jsonl")}
     second = run(tiny(lr=0.5, log_freq=1), one_rank, tmp_path, resume=str(tmp_path))
-    assert second.progress.best == first.progress.best
+    assert second.run.best == first.run.best
     assert "Already finished: best acc1" in (tmp_path / "train.log").read_text()
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
     (tmp_path / "checkpoints/best.pt").unlink()
-    assert "the best weights are lost" in run(tiny(), one_rank, tmp_path).progress.summarise(True)
+    assert "the best weights are lost" in run(tiny(), one_rank, tmp_path).run.summarise(True)
 
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_run_killed_around_its_last_checkpoint_records_its_end_once(tiny, one_rank, tmp_path, monkeypatch, saved):
     """Killed before it, the run resumes from the checkpoint of the same step, written before the validation."""
-    save = Trainer._save
+    save = Run.save
 
-    def die(self, is_best):
+    def die(self, *, is_best):
         if saved or not self.finished:
-            save(self, is_best)
+            save(self, is_best=is_best)
         if self.finished:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_save", die)
+        patch.setattr(Run, "save", die)
         with pytest.raises(KeyboardInterrupt):
             run(tiny(checkpoint_every_steps=4), one_rank, tmp_path)
     run(tiny(checkpoint_every_steps=4), one_rank, tmp_path)
@@ -163,11 +164,11 @@ def test_other_data_or_other_epochs_are_refused(tiny, one_rank, tmp_path):
         shorter = tiny(max_epochs=2, enable_profiling=True, profiling_iters_per_epoch=3)
         run(shorter, one_rank, tmp_path, resume=str(tmp_path))
     trainer = Trainer(tiny(max_epochs=2), one_rank, tmp_path, "tiny", str(tmp_path))
-    trainer.data["class_names"] = ["other", *trainer.data["class_names"][1:]]
+    trainer.run.data["class_names"] = ["other", *trainer.run.data["class_names"][1:]]
     with pytest.raises(CheckpointError, match=refused + r"class_names \['.* -> \['other'"):
         trainer.train()
     unused = {"cifar100_mean": (0.5, 0.5, 0.5)}
-    assert run(tiny(max_epochs=2, **unused), one_rank, tmp_path, resume=str(tmp_path)).progress.epoch == 2
+    assert run(tiny(max_epochs=2, **unused), one_rank, tmp_path, resume=str(tmp_path)).run.epoch == 2
 
 
 @pytest.mark.parametrize("resume", ["never", "other"])
@@ -185,7 +186,7 @@ def test_a_restarted_job_resumes_its_own_run_only(tiny, one_rank, tmp_path, monk
     first = list_checkpoints(folder / "checkpoints")[0].read_bytes()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     trainer = run(tiny(max_epochs=2), one_rank, folder, resume=resume)
-    assert trainer.progress.epoch == 2 and not (tmp_path / "run.2").exists()
+    assert trainer.run.epoch == 2 and not (tmp_path / "run.2").exists()
     assert list_checkpoints(folder / "checkpoints")[0].read_bytes() == first
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
@@ -219,20 +220,25 @@ def test_non_finite_outputs_in_validation_only_end_the_run_without_a_best(tiny, 
     assert not (tmp_path / "checkpoints/best.pt").exists() and read_records(tmp_path, "epoch") == []
 
 
-def test_throughput_leaves_the_first_window_out_and_counts_all_ranks():
-    throughput = Throughput(2, clock := Clock())
-    clock.switch("train")
-    throughput.windows = [(100, 50.0), (600, 2.0), (400, 2.0)]
-    assert throughput.overall() == throughput.of_epoch() == 250.0
-    throughput.start_epoch()
-    throughput.windows += [(300, 1.0), (100, 1.0)]
-    assert throughput.of_epoch() == 200.0
-    throughput.add(32)
-    throughput.close_window()
-    assert throughput.windows[-1][0] == 64
-    resumed = Throughput(1, clock)
-    resumed.earlier, resumed.windows = (1000, 10.0), [(500, 100.0)]
-    assert resumed.of_epoch() == resumed.overall() == 100.0  # its only window is the start of the process
+def test_images_per_second_leave_the_first_window_of_each_start_out(monkeypatch):
+    found = Throughput(clock := Clock())
+
+    def window(images, seconds):
+        monkeypatch.setattr(clock, "seconds", lambda *_: found._since + seconds)
+        found.add(images)
+        return found.close_window()
+
+    assert window(100, 50.0) == 2 == found.overall() == found.of_epoch()  # the only one
+    window(600, 2.0), window(400, 2.0)
+    assert found.overall() == found.of_epoch() == 250
+    found.start_epoch()
+    window(300, 1.0), window(100, 1.0)
+    assert found.of_epoch() == 200 and found.images == 1500
+    resumed, found = found.counted(), Throughput(clock)
+    found.resume(resumed)
+    found.start_epoch()
+    window(500, 100.0)
+    assert found.overall() == found.of_epoch() == 1400 / 6
 
 
 def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
@@ -319,4 +325,4 @@ def test_the_log_says_how_the_run_ended_with_a_traceback_of_a_bug(tmp_path, erro
 
 def test_a_setting_for_measurements_only_is_warned_about(tiny, one_rank, monkeypatch):
     monkeypatch.setitem(train_module.WARNINGS, "ddp", "for measurements only")
-    assert "for measurements only" in Trainer(tiny(parallel="ddp"), one_rank).notes
+    assert "for measurements only" in Trainer(tiny(parallel="ddp"), one_rank).run.log.waiting

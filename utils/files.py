@@ -10,6 +10,7 @@ import shutil
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,9 +20,7 @@ from filelock import FileLock, Timeout
 
 from utils.errors import ConfigError, ExpectedError
 
-
-class FolderHeldError(ConfigError):
-    """Another process holds a run's folder."""
+POLL_SECONDS = 1.0  # between two attempts to lock a folder that another run holds
 
 
 def open_regular(path: str | Path) -> BinaryIO:
@@ -112,8 +111,9 @@ def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
         lock.release()
 
 
-def lock_folder(folder: Path) -> IO[str]:
-    """Create `folder` and lock it for this process. Raises `FolderHeldError` if another run holds it.
+def lock_folder(folder: Path, patience: float = 0.0) -> IO[str]:
+    """Create `folder` and lock it for this process. Raises `ConfigError` if another run holds it for longer than
+    `patience` seconds.
 
     The lock file names the last job and its process: see `sign_lock`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,10 @@ def lock_folder(folder: Path) -> IO[str]:
         with lock:
             lock.seek(0)
             job, _, process = lock.read().partition("\n")
-        raise FolderHeldError(
+        if patience > 0:
+            time.sleep(POLL_SECONDS)
+            return lock_folder(folder, patience - POLL_SECONDS)
+        raise ConfigError(
             f"{folder}: another run is writing here: {process}{f', of the job {job}' if job else ''}; wait for it "
             "or choose another --run-dir"
         ) from None
@@ -136,7 +139,7 @@ def lock_folder(folder: Path) -> IO[str]:
         ) from None
     if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
         lock.close()  # another run has moved the folder aside meanwhile
-        return lock_folder(folder)
+        return lock_folder(folder, patience)
     # loader workers, which outlive a killed run for some seconds, must not keep its folder locked
     multiprocessing.util.register_after_fork(lock, lambda file: file.close())
     return lock

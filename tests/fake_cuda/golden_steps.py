@@ -118,7 +118,7 @@ def trace(config: Config) -> list[runtime.Work]:
         trainer._log_point = lambda number, images: None  # type: ignore[method-assign]
         trainer._handle_requests = lambda *, stop: marks.append(runtime.position())  # type: ignore[method-assign]
         logger = RunLogger(Path(folder), enabled=False, to_screen=False, to_tensorboard=False)
-        with logger.open(epoch=0, step=0) as trainer.log, runtime.record() as ledger:
+        with logger.open(epoch=0, step=0) as trainer.run.log, runtime.record() as ledger:
             trainer.train_one_epoch()
     last, before = (ledger.work[start:end] for start, end in list(pairwise(marks))[-2:])
     if count(last) != count(before):

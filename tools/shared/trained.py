@@ -109,7 +109,7 @@ def load_classifier(trained: Trained, world: "World") -> "Classifier":
     """Return the network as it was validated: weights or their average, precision, memory format."""
     from models import build_model
     from utils.run.checkpoint.fit import check_tensors_fit
-    from utils.run.checkpoint.state import merge_buffers
+    from utils.run.run import merge_buffers
     from utils.training.learner import Classifier
 
     build = partial(build_model, image_side=trained.image_shape[-1])

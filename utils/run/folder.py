@@ -9,26 +9,23 @@ import json
 import os
 import shlex
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from torch import Tensor
 
 from utils.base_config import BaseConfig, render
 from utils.distributed.launch import job_name, was_restarted
 from utils.errors import CheckpointError
-from utils.files import FolderHeldError, lock_folder, name_file_in_error, sign_lock, strict_json, write_atomically
+from utils.files import lock_folder, name_file_in_error, sign_lock, strict_json, write_atomically
 from utils.run.checkpoint import fit
 from utils.run.checkpoint import io as checkpoint
-from utils.run.checkpoint.pretrained import Pretrained
-from utils.run.checkpoint.state import RunState
 from utils.run.logging.environment import describe_arithmetic
+from utils.run.run import Run
 
-POLL_SECONDS = 1.0  # between two attempts to lock a folder that an earlier start holds
+PATIENCE = 0.9  # of the other ranks' timeout
 STARTS = ("start", "resume")  # kinds of the first record of a start in metrics.jsonl
 NOT_EQUAL = "the last bits of the results may differ from those of an uninterrupted run"
 ALWAYS_KEPT = (*STARTS, "stop", "lost")  # kinds kept when a run goes back to an earlier step
@@ -36,133 +33,119 @@ ALWAYS_KEPT = (*STARTS, "stop", "lost")  # kinds kept when a run goes back to an
 State = dict[str, Any]  # of a checkpoint
 
 
-@dataclass(frozen=True)
-class OpenedRun:
+class OpenedRun(NamedTuple):
     """A run folder that this process has locked."""
 
     lock: IO[str]  # held while this file is open
     state: State | None  # the checkpoint to resume from
-    resumed_from: Path | None
     pretrained: dict[str, Tensor] | None  # the weights that a new run starts with
-    notes: list[str]  # lines for the log
-    reached: int  # the last step recorded by an earlier start
 
 
-def open_run(
-    folder: Path,
-    resume: str,
-    run: RunState,
-    read_pretrained: Callable[[], Pretrained | None] = lambda: None,
-    patience: float = 0.0,
-) -> OpenedRun:
-    """Lock `folder`, and resume the run in it or move that run aside; `resume` is auto, never, or a path.
+def open_run(run: Run, resume: str) -> OpenedRun:
+    """Lock the folder of `run`, and resume the run in it or move that run aside; `resume` is auto, never, or a path.
 
-    A job that Slurm or torchrun restarts resumes what its earlier start wrote here, whatever `resume` says. It waits up
-    to `patience` seconds for an earlier start that still holds the folder. `read_pretrained` is called if there is
-    nothing to resume.
+    A job that Slurm or torchrun restarts resumes what its earlier start wrote here, whatever `resume` says. It waits
+    for an earlier start that still holds the folder, such as one that is cut off from the other ranks and from the
+    scheduler: less long than the other ranks wait for this one.
     Raises `ExpectedError` and leaves the folder unchanged if another run holds it or the checkpoint does not fit `run`.
     """
-    checkpoints, notes = folder / "checkpoints", list[str]()
+    folder, checkpoints, say = run.folder, run.folder / "checkpoints", run.log.say
     job = job_name(os.environ)
     restarted = bool(job) and was_restarted(os.environ)
     with name_file_in_error(folder), ExitStack() as undo:
-        lock = undo.enter_context(_lock_in_time(folder, patience if restarted else 0.0))
+        lock = undo.enter_context(lock_folder(folder, PATIENCE * run.config.rank_timeout_seconds * restarted))
         lock.seek(0)
         earlier_job = lock.read().partition("\n")[0]
         again = restarted and earlier_job == job
         sign_lock(lock, earlier_job)
-        source = _find_source(checkpoints, "auto" if again else resume, notes)
-        pretrained, note = (None if source else read_pretrained()) or (None, "")
-        notes += [note] if note else []
-        path, state = None, None
-        if source is not None:
-            path, state, best = source
-            automatic = resume == "auto" and not again
-            notes += fit.check_settings(path, state["config"], run.config, automatic=automatic)
-            computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
-            fit.check_data(path, state["data"], {key: run.data[key] for key in run.data if key not in computed})
-            fit.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
-            if differing := fit.changed(state["versions"], describe_arithmetic(run.world.device)):
-                notes.append(f"Resuming with another {fit.shorten([*differing.values()])}: {NOT_EQUAL}")
-            if not _is_best(best, state, run, notes):
+        path, state, best = _find_source(checkpoints, "auto" if again else resume, say)
+        pretrained = None
+        if path is None or state is None:
+            if (found := run.read_pretrained()) is not None:
+                pretrained, note = found
+                say(note)
+        else:
+            _check_fit(run, path, state, automatic=resume == "auto" and not again)
+            if not _is_best(best, state, run):
                 state, best = state | {"best": checkpoint.NO_BEST}, None
         if path is not None and path.parent.resolve() == checkpoints.resolve():
             for temporary in (*folder.glob(".*.tmp"), *checkpoints.glob(".*.tmp")):  # of killed writers
                 temporary.unlink(missing_ok=True)
         elif checkpoints.exists() or (folder / "metrics.jsonl").exists():
             target = folder.resolve() if folder.is_symlink() else folder  # the link stays and leads to the new run
-            notes.append(f"The earlier run in {folder} is now in {target.rename(_free_name(target))}")
+            say(f"The earlier run in {folder} is now in {target.rename(_free_name(target))}")
             lock.close()
             lock = undo.enter_context(lock_folder(target))
         checkpoints.mkdir(exist_ok=True)
         if path is not None and state is not None:
             _adopt(folder, path, state, best)
         sign_lock(lock, job)
-        reached = max((record["step"] for record in _records(folder / "metrics.jsonl")), default=0)
+        run.resumed_from = path
+        run.clock.reached = max((record["step"] for record in _records(folder / "metrics.jsonl")), default=0)
         undo.pop_all()
-    return OpenedRun(lock, state, path, pretrained, notes, reached)
+    return OpenedRun(lock, state, pretrained)
 
 
-def _lock_in_time(folder: Path, patience: float) -> IO[str]:
-    """Lock the folder. An earlier start of a restarted job may still hold it: one that is cut off from the other ranks
-    and from the scheduler. It ends some time later."""
-    end = time.monotonic() + patience
-    while True:
-        try:
-            return lock_folder(folder)
-        except FolderHeldError:
-            if time.monotonic() >= end:
-                raise
-        time.sleep(POLL_SECONDS)
+def _check_fit(run: Run, path: Path, state: State, *, automatic: bool) -> None:
+    """Raise an `ExpectedError` if the checkpoint `state` does not fit `run`; log what differs otherwise."""
+    for note in fit.check_settings(path, state["config"], run.config, automatic=automatic):
+        run.log.say(note)
+    computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
+    fit.check_data(path, state["data"], {key: run.data[key] for key in run.data if key not in computed})
+    fit.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
+    if differing := fit.changed(state["versions"], describe_arithmetic(run.world.device)):
+        run.log.say(f"Resuming with another {fit.shorten([*differing.values()])}: {NOT_EQUAL}")
 
 
-def _find_source(checkpoints: Path, resume: str, notes: list[str]) -> tuple[Path, State, State | None] | None:
+def _find_source(
+    checkpoints: Path, resume: str, say: Callable[[str], None]
+) -> tuple[Path | None, State | None, State | None]:
     """Return (path, state, state of best.pt or None) of the checkpoint to resume from, all read before anything is
-    moved; None to start a new run."""
+    moved; None for each to start a new run."""
     if resume == "never":
-        return None
+        return None, None, None
     named = checkpoints if resume == "auto" else Path(resume)
     folder = named / "checkpoints" if (named / "checkpoints").is_dir() else named
     path, state, complaints = (
         (named, checkpoint.read_checkpoint(named), []) if named.is_file() else checkpoint.newest_good(folder)
     )
+    best, best_path = None, (path or folder / "any").with_name("best.pt")
+    try:
+        best = checkpoint.read_checkpoint(best_path) if best_path.exists() else None
+    except CheckpointError as error:
+        complaints = [*complaints, str(error)] if path else complaints
     if path is None or state is None:
         if complaints:
-            other, offer = folder / "best.pt", ""
-            with suppress(CheckpointError):
-                checkpoint.read_checkpoint(other)
-                offer = f"--resume {shlex.quote(str(other))} resumes from the best one, "
+            offer = f"--resume {shlex.quote(str(best_path))} resumes from the best one, " if best else ""
             raise CheckpointError(
                 f"{complaints[0]}\nno step's checkpoint in {folder} is intact; {offer}--resume never starts a new run"
             )
         if resume != "auto":
             raise CheckpointError(f"--resume {named}: no checkpoint there; give a checkpoint, a run folder or never")
-        return None
-    best, best_path = None, path.with_name("best.pt")
-    try:
-        best = checkpoint.read_checkpoint(best_path) if best_path.exists() else None
-    except CheckpointError as error:
-        complaints = [*complaints, str(error)]
-    notes += [f"Skipped: {complaint}" for complaint in complaints]
-    notes.append(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
+        return None, None, None
+    for complaint in complaints:
+        say(f"Skipped: {complaint}")
+    say(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
     return path, state, best
 
 
-def _is_best(best: State | None, state: State, run: RunState, notes: list[str]) -> bool:
+def _is_best(best: State | None, state: State, run: Run) -> bool:
     """Whether `best`, of best.pt, has the best weights of the checkpoint `state`, and this `run` validates as that did.
     If not, the best accuracy starts again from nothing."""
     found = state["best"]
-    differing = fit.changed(found.get("measures", {}), run.progress.measures)
-    lost = best is None or best["best"] != found  # damaged, missing, or of a later step
-    if found["epoch"] and lost:
-        notes.append(f"The best weights so far, of epoch {found['epoch']}, are lost: only later epochs count as best")
-    elif found["epoch"] and differing and state["epoch"] < run.learner.config.max_epochs:
-        lost = True
-        notes.append(
-            f"Validation has changed ({fit.shorten([*differing.values()])}): {found['acc1']:.2%} of epoch "
-            f"{found['epoch']} cannot be compared, so only later epochs count as best"
-        )
-    return not lost
+    if not found["epoch"]:
+        return best is not None and best["best"] == found
+    if best is None or best["best"] != found:  # damaged, missing, or of a later step
+        run.log.say(f"The best weights so far, of epoch {found['epoch']}, are lost: only later epochs count as best")
+        return False
+    differing = fit.changed(found.get("measures", {}), run.measures)
+    if not differing or state["epoch"] >= run.config.max_epochs:
+        return True
+    run.log.say(
+        f"Validation has changed ({fit.shorten([*differing.values()])}): {found['acc1']:.2%} of epoch "
+        f"{found['epoch']} cannot be compared, so only later epochs count as best"
+    )
+    return False
 
 
 def _adopt(folder: Path, path: Path, state: State, best: State | None) -> None:

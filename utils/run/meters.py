@@ -1,21 +1,17 @@
 """How well a run uses its devices: model FLOP/s, their fraction of the peak (MFU), power and energy per image."""
 
-import json
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from utils.distributed.world import World
-from utils.errors import ConfigError
-from utils.run.config import OutputConfig
 from utils.run.logging.environment import device_name
+from utils.run.run import Run
 from utils.training.batches import training_size
-from utils.training.learner import Learner
-from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak, number_format, published_peak
+from utils.training.metrics.flops import NO_VALUES, flops_per_image, number_format, published_peak, read_peak
 
 READ_SECONDS = 1.0  # between two readings of the GPU, at least
 READINGS = (  # value in the records, torch.cuda's function, its unit in that of the value
@@ -27,24 +23,24 @@ READINGS = (  # value in the records, torch.cuda's function, its unit in that of
 class Meters:
     """Values for a run's records: `window` at log points, `totals` at the end. The energy counts from here on."""
 
-    def __init__(self, config: OutputConfig, learner: Learner, world: World, image_shape: Sequence[int]) -> None:
-        self.config, self.world, self.notes = learner.config, world, list[str]()
+    def __init__(self, run: Run) -> None:
+        self.config, self.world, say = run.config, run.world, run.log.say
+        channels, *sides = run.data["shape"]
         self.flops = dict[int | None, float]()  # of an image, by its size in training
         try:  # before the first step, since it runs the network
             for size in {training_size(self.config, epoch) for epoch in range(self.config.max_epochs)}:
-                shape = (image_shape[0], *((size, size) if size else image_shape[1:]))
-                self.flops[size] = flops_per_image(learner.model, shape)
+                self.flops[size] = flops_per_image(run.learner.model, (channels, *((size, size) if size else sides)))
         except Exception:  # a user's network may read values, which meta tensors lack, and raise anything
-            self.notes.append(f"no model FLOP/s, no MFU: the network {NO_VALUES}")
-        format_, device = number_format(learner.precision, self.config), device_name(world.device)
-        limits = config.limits_report
+            say(f"no model FLOP/s, no MFU: the network {NO_VALUES}")
+        format_, device = number_format(run.learner.precision, self.config), device_name(self.world.device)
+        limits = self.config.limits_report
         self.peak = published_peak(device, format_) if limits is None else read_peak(Path(limits), device, format_)
         if self.peak is None:
-            self.notes.append(f"no MFU: the peak of {device} in {format_} is not known; see limits_report")
-        self.devices = count_devices(self.config.parallel, world)
-        self.read_at, self.joules = 0.0, read_joules(world.device)
-        if self.joules is None and world.device.type == "cuda":
-            self.notes.append('the GPU reports no energy; its sensors need: pip install ".[nvml]"')
+            say(f"no MFU: the peak of {device} in {format_} is not known; see limits_report")
+        self.devices = count_devices(self.config.parallel, self.world)
+        self.read_at, self.joules = 0.0, read_joules(self.world.device)
+        if self.joules is None and self.world.device.type == "cuda":
+            say('the GPU reports no energy; its sensors need: pip install ".[nvml]"')
 
     def window(self, images_per_sec: float, epoch: int) -> dict[str, float]:
         """Return the values since the last log point that are known: {"model_tflops" of all devices together, "mfu"
@@ -98,16 +94,3 @@ def count_devices(parallel: str, world: World) -> int:
     if world.device.type == "cpu":
         return len(set(hosts))
     return torch.cuda.device_count() if parallel == "dataparallel" else world.world_size
-
-
-def read_peak(path: Path, device: str, number_format: str) -> float | None:
-    """Return TFLOP/s from a report of `tools.bench limits`; raise `ConfigError` if it is none or of another device."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        subject = f"{report['bench']} on {report['environment']['device']}"
-        medians = {name: float(sample["median"]) for name, sample in report["results"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"limits_report {path}: cannot be read as a report of tools.bench: {error}") from None
-    if subject != f"limits on {device}":
-        raise ConfigError(f"limits_report {path}: is a report of {subject}; expected limits on {device}")
-    return measured_peak(medians, number_format)

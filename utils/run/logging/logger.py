@@ -35,11 +35,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     """
 
     def __init__(
-        self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, to: Sequence[str] = ()
-    ) -> None:
+        self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, to: Sequence[str] = (),
+        clock: Clock | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.enabled, self.to = folder, enabled, to
         self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
-        self.clock = Clock()
+        self.clock = clock or Clock()
+        self.waiting: list[str] = []  # lines said before `open`
         self.trackers: list[Tracker] = []
         self.board: TensorBoardWriter | None = None
         self.has_bar = False
@@ -47,9 +49,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._metrics: TextIO | None = None
         self._log_file: TextIO | None = None
 
-    def open(self, *, epoch: int, step: int, clock: Clock | None = None) -> "RunLogger":
+    def open(self, *, epoch: int, step: int) -> "RunLogger":
         """Start recording after `epoch` and `step`; each record gets the times of `clock`."""
-        self.clock = clock or self.clock
         if not self.enabled:
             return self
         if self.to_tensorboard:
@@ -61,10 +62,15 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
         terminal = getattr(sys.stdout, "isatty", bool)() and OPEN_MPI.world_size not in os.environ
         self.has_bar = self.to_screen and terminal
+        while self.waiting:
+            self.say(self.waiting.pop(0))
         return self
 
     def say(self, message: str, *, above_bar: bool = True) -> None:
         """Write a line to train.log and the screen. A progress bar omits its time, or the line unless `above_bar`."""
+        if self.enabled and self._log_file is None:
+            self.waiting.append(message)
+            return
         line = self._log(message, "INFO")
         if self.has_bar and above_bar:
             print_text(f"\r{CLEAR_LINE}{message}\n", sys.stdout)
@@ -94,17 +100,17 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self._log_file.flush()
         return line
 
-    def log_start(self, epoch: int, batch: int, step: int, resumed_from: Path | None, world_size: int) -> None:
-        """Record that the run starts, or resumes from a checkpoint, at this position."""
-        kind, source = ("start", {}) if resumed_from is None else ("resume", {"from": str(resumed_from)})
-        place = {"host": socket.gethostname(), "world_size": world_size}
-        self._record(kind, epoch=epoch, batch=batch, step=step, time=time.time(), **place, **source)
-
-    def describe(self, config: BaseConfig, config_name: str, environment: dict[str, Any]) -> None:
-        """Show the configuration and environment of this start; called before its first record."""
+    def log_start(
+        self, config: BaseConfig, config_name: str, environment: dict[str, Any], resumed_from: Path | None,
+        **position: int,
+    ) -> None:  # fmt: skip
+        """Show configuration and environment, and record that the run starts, or resumes from a checkpoint, at this
+        position: epoch, batch, step."""
         self.show(lambda board: board.describe(config, config_name, environment))
-        if self.enabled:
-            self.trackers = [Tracker(name, self.folder, config.model_dump(mode="json")) for name in self.to]
+        self.trackers = [Tracker(name, self.folder, config.model_dump(mode="json")) for name in self.to]
+        kind, source = ("start", {}) if resumed_from is None else ("resume", {"from": str(resumed_from)})
+        place = {"host": socket.gethostname(), "world_size": environment["world_size"]}
+        self._record(kind, **position, time=time.time(), **place, **source)
 
     def log_step(
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,

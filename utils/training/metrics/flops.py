@@ -1,13 +1,16 @@
 """FLOPs of a training step per image, and the peak FLOP/s of a device: their quotient gives the MFU."""
 
+import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from utils import seeds
+from utils.errors import ConfigError
 from utils.training.config import TrainingConfig
 from utils.training.precision import FORMAT_NAMES, Precision
 
@@ -70,3 +73,16 @@ def published_peak(device_name: str, number_format: str) -> float | None:
     """Peak TFLOP/s of a GPU by its name; None if the table has no entry."""
     known = (formats for name, formats in PEAKS.items() if re.search(rf"\b{name}\b", device_name))
     return next(known, {}).get(number_format)
+
+
+def read_peak(path: Path, device: str, number_format: str) -> float | None:
+    """Return TFLOP/s from a report of `tools.bench limits`; raise `ConfigError` if it is none or of another device."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        subject = f"{report['bench']} on {report['environment']['device']}"
+        medians = {name: float(sample["median"]) for name, sample in report["results"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"limits_report {path}: cannot be read as a report of tools.bench: {error}") from None
+    if subject != f"limits on {device}":
+        raise ConfigError(f"limits_report {path}: is a report of {subject}; expected limits on {device}")
+    return measured_peak(medians, number_format)

@@ -1,19 +1,21 @@
-"""A run's whole state: gathered from all ranks for a checkpoint, and restored (`CONTENT` in io.py lists it)."""
+"""A run: its log, clock, position and results, and its whole state, which a checkpoint holds (`CONTENT` in
+checkpoint/io.py)."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from utils import seeds
-from utils.base_config import BaseConfig
 from utils.distributed.world import World
 from utils.errors import ExpectedError
 from utils.run.checkpoint import io as checkpoint
+from utils.run.checkpoint.pretrained import Pretrained, read_pretrained
 from utils.run.logging.environment import describe_arithmetic
+from utils.run.logging.logger import RunLogger
 from utils.timing.clock import WORK, Clock
 from utils.training.learner import Classifier, Learner
 from utils.training.metrics.throughput import Throughput
@@ -21,23 +23,39 @@ from utils.training.metrics.throughput import Throughput
 COMPLETE = 0.99  # of the images, at least, for a validation to count: the others may be unreadable
 
 
-@dataclass
-class Progress:
-    """The position and results of a run; the learner counts the steps."""
+class Run:
+    """One run in its folder. The learner counts the steps."""
 
-    clock: Clock
-    throughput: Throughput
-    measures: dict[str, Any]  # what a validation measures: the number of images, their views ...
-    epoch: int = 0  # finished epochs
-    batch: int = 0  # batches trained in the next one
-    best: dict[str, Any] = field(default_factory=checkpoint.NO_BEST.copy)
-    earlier_seconds: float = 0.0  # of training, in the starts before this one
-    epoch_began: float = 0.0  # `seconds` when the epoch began
+    def __init__(
+        self, config: Any, name: str, folder: Path, world: World, learner: Learner, data: dict[str, Any],
+        measures: dict[str, Any], clock: Clock,
+    ) -> None:  # fmt: skip
+        """`data` describes the data; `measures` says what a validation measures: the number of images, ..."""
+        self.config, self.name, self.folder, self.world = config, name, folder, world
+        self.learner, self.data, self.measures, self.clock = learner, data, measures, clock
+        screen, board, to = config.log_to_screen, config.log_to_tensorboard, config.log_to
+        self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=to, clock=clock)
+        self.throughput = Throughput(clock)
+        self.epoch = self.batch = 0  # finished epochs; batches trained in the next one
+        self.best: dict[str, Any] = checkpoint.NO_BEST
+        self.earlier_seconds = 0.0  # of training, in the starts before this one
+        self.epoch_began = 0.0  # `seconds` when the epoch began
+        self.saved_step = 0
+        self.resumed_from: Path | None = None
 
     @property
     def seconds(self) -> float:
         """Training time over all starts of the run."""
         return self.earlier_seconds + self.clock.seconds(*WORK)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to train."""
+        return self.is_finished_with(self.epoch, self.best)
+
+    def is_finished_with(self, epochs: int, best: Mapping[str, Any]) -> bool:
+        target = self.config.stop_at_accuracy
+        return epochs >= self.config.max_epochs or (target is not None and best["acc1"] >= target)
 
     def is_complete(self, valid: Mapping[str, float]) -> bool:
         """Whether the validation with the results `valid` has seen nearly all images, and no fewer than the best's."""
@@ -50,8 +68,10 @@ class Progress:
         found = {"acc1": valid["acc1"], "images": valid["images"]}
         return {**found, "epoch": self.epoch + 1, "measures": self.measures}
 
-    def finish_epoch(self, best: dict[str, Any]) -> None:
-        self.epoch, self.batch, self.best = self.epoch + 1, 0, best
+    def time_left(self) -> float | None:
+        """Forecast the seconds to the end of the run."""
+        position = self.epoch + self.batch / self.data["steps_per_epoch"]
+        return self.clock.time_left(position, self.config.max_epochs)
 
     def summarise(self, finished_before: bool) -> str:
         """Return the last line of a run's log."""
@@ -60,27 +80,34 @@ class Progress:
             best = f"the best weights are lost, the last ones are of epoch {self.epoch}"
         if finished_before:
             return f"Already finished: {best}; --resume never trains it again"
-        images_per_sec = self.throughput.overall()
-        per_image = f" ({1 / images_per_sec:.3g} seconds per image)" if images_per_sec else ""
-        return f"Finished: {best}, {self.seconds:.1f} s, {images_per_sec:.1f} images/s{per_image}"
+        speed = self.throughput.overall()
+        per_image = f" ({1 / speed:.3g} seconds per image)" if speed else ""
+        return f"Finished: {best}, {self.seconds:.1f} s, {speed:.1f} images/s{per_image}"
 
+    def read_pretrained(self) -> Pretrained | None:
+        """Return the weights that a new run starts with, if it has `pretrained`."""
+        return read_pretrained(self.config.pretrained, self.learner.weights.state_dict(), self.data["class_names"])
 
-@dataclass(frozen=True)
-class RunState:
-    """The objects whose state a checkpoint holds."""
+    def save(self, *, is_best: bool) -> None:
+        """Collective: write the last checkpoint, and also the best one if `is_best`."""
+        if not self.config.save_checkpoint:
+            return
+        with self.clock.during("checkpoint"):
+            state = self.gather()
 
-    config: BaseConfig
-    config_name: str
-    data: dict[str, Any]
-    learner: Learner
-    progress: Progress
-    world: World
+            def write() -> None:
+                self.log.sync()  # after a power cut, the records must reach to the checkpoint
+                folder = self.folder / "checkpoints"
+                checkpoint.save_checkpoint(folder, state, self.config.keep_checkpoints, is_best=is_best)
+
+            self.world.main_only(write)
+        self.saved_step = self.learner.steps
 
     def gather(self) -> dict[str, Any]:
         """Collective: return everything that training resumes from."""
-        progress, learner = self.progress, self.learner
+        learner = self.learner
         # buffers only in mid-epoch, as they are averaged before validation
-        buffers = learner.named_buffers() if self.world.world_size > 1 and progress.batch else ()
+        buffers = learner.named_buffers() if self.world.world_size > 1 and self.batch else ()
         rank = {
             "random": seeds.random_state(),
             "metric_sums": learner.sums.sums.cpu(),
@@ -89,15 +116,15 @@ class RunState:
         return {
             "format": checkpoint.FORMAT,
             "config": self.config.model_dump(mode="json"),
-            "config_name": self.config_name,
+            "config_name": self.name,
             "data": self.data,
-            "epoch": progress.epoch,
-            "batch": progress.batch,
+            "epoch": self.epoch,
+            "batch": self.batch,
             **learner.state_dict(),
             "logged_sums": learner.sums.logged,
-            "best": progress.best,
-            "seconds": progress.seconds,
-            "timing": [progress.epoch_began, *progress.throughput.counted()],
+            "best": self.best,
+            "seconds": self.seconds,
+            "timing": [self.epoch_began, *self.throughput.counted()],
             "ranks": self.world.all_gather(rank),
             "versions": describe_arithmetic(self.world.device),
         }
@@ -106,12 +133,13 @@ class RunState:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `gather` returned, at the same or another world size; at another one with new random
         streams, and BatchNorm's statistics averaged over the ranks."""
-        learner, progress, world, ranks = self.learner, self.progress, self.world, state["ranks"]
+        learner, world, ranks = self.learner, self.world, state["ranks"]
         learner.load_state_dict(state)
-        progress.epoch, progress.batch, progress.best = state["epoch"], state["batch"], state["best"]
-        progress.earlier_seconds = state["seconds"]
-        progress.epoch_began, images, seconds = state["timing"]
-        progress.throughput.earlier = images, seconds
+        self.epoch, self.batch, self.best = state["epoch"], state["batch"], state["best"]
+        self.earlier_seconds = state["seconds"]
+        self.epoch_began, images, seconds = state["timing"]
+        self.throughput.resume((images, seconds))
+        self.saved_step = self.clock.step = learner.steps
         if len(ranks) == world.world_size:
             ranks = [ranks[world.rank]]
             seeds.restore_random_state(ranks[0]["random"])
@@ -121,7 +149,7 @@ class RunState:
             total = torch.stack([rank["metric_sums"] for rank in ranks]).sum(0)
             sums = total if world.is_main else torch.zeros_like(total)
         merge_buffers(learner, ranks)
-        learner.sums.load(sums, state["logged_sums"], progress.batch * learner.batch.accumulation)
+        learner.sums.load(sums, state["logged_sums"], self.batch * learner.batch.accumulation)
 
     def check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return `metrics` unchanged; raise `ExpectedError`, on all ranks alike, if their common loss is not finite."""
@@ -130,7 +158,7 @@ class RunState:
         learner = self.learner
         first_bad = min(self.world.all_gather(learner.sums.finite_batches())) // learner.batch.accumulation
         raise ExpectedError(
-            f"the loss stopped being a finite number in epoch {self.progress.epoch + 1}, iteration {first_bad}, "
+            f"the loss stopped being a finite number in epoch {self.epoch + 1}, iteration {first_bad}, "
             f"learning rate {learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n"
             f"{checkpoint.REMEDIES}"
         )
