@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests import forked_python
 from tests.tiny_shards import make_folders
@@ -29,6 +30,7 @@ from utils.config.command_line import parse_arguments
 from utils.data.datasets import dataset as datasets
 from utils.distributed.world import World
 from utils.run.config import MEASURED
+from utils.training.kernels.norm_relu import FUSED
 from utils.training.learner import Learner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,6 +189,12 @@ def read_records(folder: Path, kind: str = "") -> list[dict[str, Any]]:
 def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Remove what differs in every run."""
     return [{name: value for name, value in record.items() if name not in {"time", *MEASURED}} for record in records]
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether the module calls its layers by our fused method."""
+    fused = [method for _, method in FUSED.values()]
+    return any(getattr(value, "__func__", None) in fused for value in vars(module).values())
 
 
 def change_byte(path: Path, position: int = -1) -> None:

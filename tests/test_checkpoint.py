@@ -95,6 +95,20 @@ def test_damaged_anywhere_it_is_skipped_and_reported(saved, damage):
         assert complaints == [f"{newest}: is damaged or not a checkpoint of this program ({len(damaged)} bytes)"], seed
 
 
+def test_one_that_cannot_be_read_now_is_not_skipped(resume, folder, monkeypatch):
+    """The file server may answer again; an older checkpoint would lose work."""
+    before, newest = contents(folder), list_checkpoints(folder / "checkpoints")[0]
+
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(CheckpointError, match=f"{newest}: the checkpoint cannot be read: Stale file handle; "):
+        resume()
+    monkeypatch.undo()
+    assert contents(folder) == before
+
+
 def test_the_log_names_skipped_checkpoints_and_lost_best_weights(resume, saved):
     for path in (newest := list_checkpoints(saved)[0]), saved / "best.pt":
         path.write_bytes(path.read_bytes()[:-1])

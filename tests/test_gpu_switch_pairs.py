@@ -120,6 +120,7 @@ def test_refused_pairs():
         ("loss_scale", "opt_level"): 2,
         ("enable_sync_bn", "fuse_norm_relu"): 1,
         ("enable_nhwc", "fuse_norm_relu"): 1,
+        ("fuse_norm_relu", "parallel"): 1,
     }
 
 

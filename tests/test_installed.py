@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -14,7 +15,6 @@ import pytest
 
 from tests.conftest import ROOT, TINY, as_options
 from tests.processes import without_launcher
-from tests.test_layout import commands
 from utils.program import VERSION
 
 IN_PYTHON = TINY | {"config": "quickstart", "log_to_screen": False}
@@ -33,7 +33,8 @@ def tracked(*patterns: str) -> set[Path]:
 def test_help_needs_no_torch_and_an_unknown_command_is_an_error():
     command = [sys.executable, "-X", "importtime", str(ROOT)]
     answer = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=True)
-    assert all(f"  {name} " in answer.stdout for name in commands())
+    commands = runpy.run_path(str(ROOT / "__main__.py"))["COMMANDS"]
+    assert all(f"  {name} " in answer.stdout for name in commands)
     assert " torch\n" not in answer.stderr and " utils\n" not in answer.stderr
     wrong = subprocess.run(
         [sys.executable, str(ROOT), "trian"], capture_output=True, text=True, timeout=60, check=False

@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 import tarfile
 from collections import defaultdict
 
@@ -108,6 +109,7 @@ TAR_DAMAGES = {
     "no label": (lambda path: rewrite(path, lambda rows: rows.pop(1)), "has no cls"),
     "no image": (lambda path: rewrite(path, lambda rows: rows.pop(0)), "has no image"),
     "twice": (lambda path: rewrite(path, lambda rows: rows.append(rows[0])), "is a second image of its key"),
+    "copied": (lambda path: shutil.copy(path, path.with_name("z.tar")), "is also in z.tar; remove the copy"),
     "no number": (lambda path: rewrite(path, lambda rows: rows.insert(1, (rows.pop(1)[0], b"-1"))), "holds b'-1'"),
 }
 
@@ -123,15 +125,18 @@ def test_shards_that_cannot_be_indexed_are_named(damage, copied, capsys):
     assert (copied / INDEX_FILE).read_bytes() == before
 
 
-def test_members_that_are_not_used_are_counted_and_named(copied, capsys):
+def test_files_and_members_that_are_not_used_are_counted_and_named(copied, capsys):
     def rename(rows):
         rows[0][0].name, rows[1][0].name, rows[2][0].name = "2.0_a.jpg", "2.0_a.cls", "note.txt"
         rows[3][0].name, rows[3][0].type = "folder", tarfile.DIRTYPE
 
     rewrite(copied / "train/shard-000002.tar", rename)
+    (copied / "train/more.tar.gz").touch()
     assert prepare_data.main([f"--shards={copied}"]) == 0
     printed = capsys.readouterr().out
-    assert "22 and 15 images" in printed and "3 members not used, such as shard-000002.tar:2.0_a.jpg (a key" in printed
+    assert (
+        "22 and 15 images" in printed and "4 files or members not used, such as shard-000002.tar:2.0_a.jpg" in printed
+    )
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

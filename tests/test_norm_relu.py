@@ -9,15 +9,16 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torchvision.models import resnet18
-from torchvision.models.resnet import BasicBlock
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from models import build_model
-from tests.conftest import ROOT
+from tests.conftest import ROOT, is_fused
 from utils.errors import ConfigError
 from utils.training.kernels import norm_relu as fusion
 from utils.training.kernels.build import missing_compiler
-from utils.training.kernels.norm_relu import FUSED, norm_relu, norm_relu_backward, normalise
+from utils.training.kernels.norm_relu import norm_relu, norm_relu_backward, normalise
 from utils.training.kernels.use import use_kernels
 from utils.training.precision import Precision, choose_precision
 
@@ -106,14 +107,14 @@ def test_the_cpu_kernels_give_the_same_bits_with_any_number_of_threads():
 def test_other_inputs_weights_and_layers_are_pytorchs():
     """The same bits, or the same error."""
     x, shortcut, _ = make_inputs((2, 6, 4, 4))
-    strided, double, frozen, without = (make_norm(6) for _ in range(4))
+    strided, double, frozen, without, no_bias = (make_norm(6) for _ in range(5))
     strided.running_var = torch.stack((strided.running_var, torch.zeros(6)), 1)[:, 0]
-    without.momentum = None
+    without.momentum, no_bias.bias = None, None
     for norm, *inputs in (
         (make_norm(6), x.bfloat16(), shortcut), (make_norm(6), x, shortcut[:, :, :1, :1]), (strided, x),
         (make_norm(6), x.contiguous()), (double.double(), x.double()), (frozen.eval(), x, shortcut), (without, x),
         (nn.InstanceNorm2d(6), x), (nn.BatchNorm2d(6, affine=False), x),
-        (nn.BatchNorm2d(6, track_running_stats=False), x),
+        (nn.BatchNorm2d(6, track_running_stats=False), x), (no_bias, x),
     ):  # fmt: skip
         expected = separately(copy.deepcopy(norm), nn.ReLU(), *inputs)
         assert torch.equal(normalise(norm, nn.ReLU(), *inputs), expected)
@@ -200,6 +201,7 @@ NORM = nn.BatchNorm2d(32)  # in two blocks
         Calls(lambda x, block: block(block[2](block[1](block[0](x)) + x)), make_block()),
         Calls(lambda x, block: block(block[1](block[0](x) + x)), make_block(nn.MaxPool2d(2))),
         Calls(lambda x, block: block[:2](x) + block(x), make_block()),
+        Calls(lambda x, block: block(x) * (1 + (type(block) is nn.Sequential)), make_block()),
         Calls(whole, make_block(kind=Doubled)),
         Calls(whole, make_block(hooked=1)),
         Calls(whole, make_block(hooked=2)),
@@ -215,7 +217,7 @@ def test_a_network_that_is_not_called_as_a_whole_stays_the_same_function(tiny, f
     x, slopes = make_inputs((4, 32, 8, 8), torch.float64)[:2]
     networks = copy.deepcopy(network), copy.deepcopy(network)
     use_kernels(tiny(enable_nhwc=True, fuse_norm_relu="auto", cpu_kernels="auto"), networks[1], FLOAT32, CPU)
-    assert any(type(module).__module__.startswith("utils.") for module in networks[1].modules())
+    assert any(type(module).__module__.startswith("utils.") or is_fused(module) for module in networks[1].modules())
     for training in (True, False):
         found = []
         for one in networks:
@@ -226,6 +228,26 @@ def test_a_network_that_is_not_called_as_a_whole_stays_the_same_function(tiny, f
             found.append([out, leaf.grad, *gradients, *one.buffers()])
         for mine, expected in zip(*found, strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-8, atol=1e-8 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(BasicBlock, "forward"), (ResNet, "_forward_impl"), (nn.BatchNorm2d, "forward"), (nn.Sequential, "forward")],
+)
+def test_a_method_that_a_user_replaced_is_used(tiny, fused_calls, kind, method, monkeypatch):
+    """And hooks of all modules are called."""
+    usual, networks = getattr(kind, method), [resnet18(), nn.Sequential(nn.Sequential(*make_block()), *make_block())]
+    monkeypatch.setattr(kind, method, lambda self, x: 0.5 * usual(self, x))
+    for network, x in zip(networks, (torch.randn(2, 3, 32, 32), torch.randn(2, 32, 8, 8)), strict=True):
+        expected = copy.deepcopy(network)(x)
+        use_kernels(tiny(enable_nhwc=True, fuse_norm_relu="auto"), network, FLOAT32, CPU)
+        assert torch.equal(network(x), expected)
+    monkeypatch.undo()
+    fused_calls.clear()
+    handle = register_module_forward_hook(lambda _module, _inputs, out: out + 1)
+    network(x)
+    handle.remove()
+    assert not fused_calls
 
 
 def test_only_pytorchs_own_layers_are_fused(tiny):
@@ -245,25 +267,25 @@ def test_only_pytorchs_own_layers_are_fused(tiny):
         with pytest.raises(ConfigError, match=message):
             use_kernels(tiny(**ON | changes), network, precision, CPU)
         [note] = use_kernels(tiny(**ON | changes | {"fuse_norm_relu": "auto"}), network, precision, CPU)
-        assert message in note and not any(type(module) in FUSED.values() for module in network.modules())
+        assert message in note and not any(map(is_fused, network.modules()))
     with pytest.raises(ValueError, match="no BatchNorm over all ranks"):
         tiny(**ON, enable_sync_bn=True)
 
 
 @needs_compiler
 def test_auto_fuses_eager_steps_over_nhwc_on_a_cpu(tiny, monkeypatch):
-    def is_fused(device, **changes):
+    def fuses(device, **changes):
         model = build_model(tiny())
         use_kernels(tiny(**ON | {"fuse_norm_relu": "auto"} | changes), model, FLOAT32, device)
-        return any(type(module) in FUSED.values() for module in model.modules())
+        return any(map(is_fused, model.modules()))
 
-    assert is_fused(CPU) and not is_fused(torch.device("cuda", 0))
+    assert fuses(CPU) and not fuses(torch.device("cuda", 0))
     assert not any(
-        is_fused(CPU, **{key: key != "enable_nhwc"}) for key in ("enable_nhwc", "enable_compile", "enable_sync_bn")
+        fuses(CPU, **{key: key != "enable_nhwc"}) for key in ("enable_nhwc", "enable_compile", "enable_sync_bn")
     )
     monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
     with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
-        is_fused(torch.device("cuda", 0), fuse_norm_relu=True, enable_compile="auto")
+        fuses(torch.device("cuda", 0), fuse_norm_relu=True, enable_compile="auto")
 
 
 def test_a_failing_compiler_is_a_one_line_error(tmp_path):

@@ -1,7 +1,9 @@
 """A user's own network and dataset: they train like the project's; errors name the user's line."""
 
 import json
+import os
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from utils.data.build import build_loaders, find_dataset, open_dataset
 from utils.data.datasets.custom import load_own
 from utils.errors import CheckpointError, ConfigError, DataError
 from utils.run.checkpoint.io import list_checkpoints, read_checkpoint
+from utils.training.checks.start import check_network
 
 CODE = """
 import numpy as np
@@ -62,6 +65,11 @@ def counts(num_classes):
 
 def late(num_classes):
     return Counts(None, *network(num_classes))
+
+def unused(num_classes):
+    model = network(num_classes)
+    model[0].extra = nn.Linear(1, 1)
+    return model
 
 def few(num_classes):
     return nn.Sequential(*network(num_classes)[:-1], nn.BatchNorm1d(8), nn.Linear(8, num_classes))
@@ -233,6 +241,13 @@ def test_what_training_would_fail_at_is_found_at_the_start(tiny, one_rank, code,
     assert str(refused.value).count("\n") <= 1 and not (tmp_path / "run").exists()
 
 
+def test_outputs_must_depend_on_all_parameters_with_several_ranks(tiny, one_rank, code):
+    learner = Trainer(tiny(model="of_mine:unused"), one_rank).learner
+    learner.batch = replace(learner.batch, world_size=2)
+    with pytest.raises(ConfigError, match=r"do not depend on 0\.extra\.weight; with several ranks, remove it"):
+        check_network(learner, "of_mine:unused", (3, 32, 32), [2])
+
+
 REFUSED_NETWORKS = [
     ("of_mine:fails", r"fails: IndexError: list index out of range\n{file}:12: return nn.Linear\(num_classes, \[\]"),
     ("of_mine:no_network", "expected a torch.nn.Module with trained parameters, not 'resnet8'"),
@@ -347,6 +362,7 @@ REFUSED_DATA = [
     (split("train", images=lambda x: x / 255), r"train: images are float64 \[300, 3, 16, 20\]; expected uint8"),
     (split("valid", images=lambda x: x[:, :, :8]), "train and valid differ; expected"),
     (split("train", labels=lambda y: y + 1), "train: labels range from 1 to 4; class_names has 4 names"),
+    (split("train", labels=lambda y: y % 3), "class 'd' has validation images only"),
     (lambda data: data | {"mean": 0.5}, "mean: is 0.5; expected three numbers"),
 ]  # fmt: skip
 
@@ -368,11 +384,12 @@ def test_what_is_accepted(tiny, monkeypatch, code):
     find_dataset(config, download=False)
     given = sys.modules["of_mine"].files(code)
     paths, labels = given["valid"]
-    given |= {"class_names": ["a\n", "b", "c", "d"], "mean": (0, 0.5, 0.5), "valid": (dict.fromkeys(paths), labels)}
+    paths = dict.fromkeys(code / path for path in paths)
+    given |= {"class_names": ["a\n", "b", "c", "d"], "mean": (0, 0.5, 0.5), "valid": (paths, labels)}
     monkeypatch.setattr(sys.modules["of_mine"], "arrays", lambda data_path: given)
     dataset = load_own(config)
     assert dataset.class_names == ("a\\n", "b", "c", "d") and dataset.mean == (0, 0.5, 0.5)
-    assert len(dataset.valid.labels) == len(paths)
+    assert [*map(os.fsdecode, dataset.valid.names)] == [path.name for path in paths], "the folder cannot move"
 
 
 def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, code, capsys):

@@ -137,10 +137,8 @@ def open_and_save_each_rank(folder):
 
     def act(world):
         trainer = Trainer(tiny_config(pretrained=str(folder / "weights.pth")), world, folder / "run")
-        opened = trainer._open_folder()
-        torch.save(trainer.learner.model.state_dict()["conv1.weight"], folder / f"rank-{world.rank}.pt")
-        if opened:
-            opened.lock.close()
+        with trainer._open_folder():
+            torch.save(trainer.learner.model.state_dict()["conv1.weight"], folder / f"rank-{world.rank}.pt")
 
     return run_ranks(act, "cpu", 60)
 

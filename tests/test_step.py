@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import RECIPE, ROOT, check_equal_training
+from tests.conftest import RECIPE, ROOT, check_equal_training, is_fused
 from tools.bench.training import build_measured
 from train import Trainer
 from utils.distributed.ddp import wrap_in_ddp
@@ -19,7 +19,6 @@ from utils.errors import ConfigError
 from utils.run.logging.logger import RunLogger
 from utils.training.kernels import weight_products
 from utils.training.kernels.build import missing_compiler
-from utils.training.kernels.norm_relu import FusedBasicBlock
 from utils.training.kernels.stem import ChannelPaddedConv2d
 from utils.training.kernels.weight_products import ProductConv2d
 from utils.training.kernels.winograd import WinogradConv2d
@@ -100,8 +99,9 @@ def test_training_continues_with_and_without_our_own_layers(tiny, one_rank, name
         pytest.skip("no C++ compiler")
     changes = {"lr": 0.02, "enable_nhwc": True}
     learners = [Trainer(tiny(**changes | others), one_rank).learner for others in ({}, SWITCHES[name])]
-    own = (ChannelPaddedConv2d, FusedBasicBlock, ProductConv2d, WinogradConv2d)
-    assert [sum(isinstance(module, own) for module in one.model.modules()) for one in learners] == [0, layers]
+    own = (ChannelPaddedConv2d, ProductConv2d, WinogradConv2d)
+    counts = [sum(isinstance(part, own) or is_fused(part) for part in one.model.modules()) for one in learners]
+    assert counts == [0, layers]
     check_equal_training(learners)
     if name.startswith("conv "):  # FLOPs are the network's, whatever the method
         assert len({flops_per_image(one.model, (3, 32, 32)) for one in learners}) == 1
@@ -302,7 +302,8 @@ def test_fastest_uses_what_the_device_supports(tiny, one_rank, has_bf16, monkeyp
     assert learner.optimizer.param_groups[0]["fused"]
     assert str(learner.precision).split(":")[0] == ("bf16 autocast" if has_bf16 else "float32")
     kinds = {type(module).__name__ for module in learner.model.modules()}
-    assert "ProductConv2d" in kinds and ("FusedBasicBlock" in kinds) == ("WinogradConv2d" in kinds) == HAS_COMPILER
+    fused = any(map(is_fused, learner.model.modules()))
+    assert "ProductConv2d" in kinds and fused == ("WinogradConv2d" in kinds) == HAS_COMPILER
     assert not wants_graphs(config, one_rank.device)
     assert wants_graphs(config, torch.device("cuda", 0))
     assert not wants_graphs(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), torch.device("cuda", 0))

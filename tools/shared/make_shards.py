@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,12 @@ from rich.progress import Progress
 from utils.data.datasets.dataset import match_classes
 from utils.data.datasets.folders import EXTENSIONS, open_folders
 from utils.data.datasets.image_files import ImageFiles, printable_name
-from utils.data.datasets.shards import IMAGE_FIELDS, INDEX_FILE, SHARD_FIELDS, find_shards
+from utils.data.datasets.shards import CLASSES_FILE, IMAGE_FIELDS, INDEX_FILE, SHARD_FIELDS, find_shards
 from utils.data.sampling import IntArray
 from utils.errors import DataError
 from utils.files import name_file_in_error, open_regular, partial_folder, sync_folder, write_atomically, write_new
 
 IMAGES_PER_SHARD = 4096  # ImageNet: 313 shards of 0.45 GB
-CLASSES_FILE = "classes.json"
 SPLITS = ("train", "val")
 THREADS = 8  # opening many small files is waiting, not computing
 END_OF_TAR = 1024  # bytes of zeros at least
@@ -109,7 +109,8 @@ def index_shards(folder: Path) -> str:
     summary = f"{shards} shards for training and validation, with {images} images, indexed in {INDEX_FILE}"
     if unused:
         first = next((name for name in unused if name.lower().endswith((*EXTENSIONS, ".cls"))), unused[0])
-        summary += f"; {len(unused)} members not used, such as {printable_name(first)} (a key ends at its first dot)"
+        summary += f"; {len(unused)} files or members not used, such as {printable_name(first)} "
+        summary += "(shards are *.tar; a key ends at its first dot)"
     return summary
 
 
@@ -120,7 +121,11 @@ def _index_split(folder: Path, split: str, unused: list[str]) -> tuple[np.ndarra
     images = [(key, number, *found) for number, shard in enumerate(scanned) for key, *found in shard]
     if not images:
         raise DataError(f"{folder / split}: no images found; expected shards, *.tar")
+    unused += [f"{split}/{other.name}" for other in sorted((folder / split).iterdir()) if other not in paths]
     images.sort(key=lambda row: row[0])  # stable: equal keys keep the order of their shards
+    for one, other in pairwise(images):
+        if (one[0], one[-2]) == (other[0], other[-2]):  # key and checksum
+            raise DataError(f"{paths[one[1]]}: {one[0]} is also in {paths[other[1]].name}; remove the copy")
     shards = [(os.path.join(split, path.name), path.stat().st_size) for path in paths]
     fields = [*IMAGE_FIELDS, ("member", f"S{max(len(row[-1]) for row in images)}")]
     return np.array([row[1:] for row in images], fields), np.array(shards, SHARD_FIELDS)

@@ -222,7 +222,8 @@ class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):
     def _check_training(self) -> "TrainingConfig":
         if self.ema_decay is not None and self.opt_level in ("O2", "O3"):
             raise ValueError(f"ema_decay needs float32 weights; use opt_level O0 or O1, not {self.opt_level}")
-        for key in ("enable_cuda_graphs", "enable_compile", "verify_every_steps"):  # dataparallel's GPUs run in threads
+        # dataparallel's GPUs run in threads
+        for key in ("enable_cuda_graphs", "enable_compile", "fuse_norm_relu", "verify_every_steps"):
             if self.parallel == "dataparallel" and getattr(self, key) not in (False, None, "auto"):
                 raise ValueError(f"{key} is set, but parallel is dataparallel, which cannot; use parallel ddp")
         if self.enable_cuda_graphs is False:

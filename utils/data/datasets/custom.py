@@ -37,6 +37,10 @@ def _build_dataset(what: str, config: DatasetConfig, returned: Mapping[str, Any]
         raise DataError(f"{what}: class_names is {names!r:.60}; expected at least two strings, one for each label")
     class_names = tuple(printable_name(name, of_file=False) for name in names)
     train, valid = (_read_split(f"{what}, {name}", returned[name], len(names), data_path) for name in NEEDED[:2])
+    if missing := sorted({*valid.labels.tolist()} - {*train.labels.tolist()}):
+        raise DataError(
+            f"{what}: class {class_names[missing[0]]!r} has validation images only; expected training images"
+        )
     has: list[str] = [name for name in STATISTICS if name in returned]
     given: dict[str, Any] = {name: _read_per_channel(f"{what}, {name}", returned[name]) for name in has}
     if isinstance(train, ImageFiles) and isinstance(valid, ImageFiles):
@@ -67,12 +71,20 @@ def _read_split(what: str, pair: Any, num_classes: int, data_path: Path) -> Spli
         raise DataError(f"{what}: labels range from {low} to {high}; class_names has {num_classes} names")
     labels = labels.astype(np.int64)
     if all(isinstance(path, str | os.PathLike) for path in pair[0]):
-        return ImageFiles(labels, 0, 1.0, data_path, np.array([os.fsencode(path) for path in pair[0]]))
+        return ImageFiles(labels, 0, 1.0, data_path, np.array(_below(data_path, [*map(os.fsencode, pair[0])])))
     images = np.asarray(pair[0])  # a memory map stays a memory map
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or not min(images.shape):
         found = f"images are {images.dtype} {list(images.shape)}"
         raise DataError(f"{what}: {found}; expected uint8 [N, 3, H, W], or paths of files")
     return ImageArrays(images if min(images.strides) >= 0 else images.copy(), labels)  # torch takes no [:, ::-1]
+
+
+def _below(folder: Path, paths: list[bytes]) -> list[bytes]:
+    """Return the paths relative to `folder` where they lie in it, so that the folder can move; others unchanged."""
+    start = os.fsencode(os.path.join(folder, ""))
+    if not os.path.isabs(paths[0]) and os.path.exists(start + paths[0]):
+        return paths
+    return [path.removeprefix(start) for path in paths]
 
 
 def _read_per_channel(what: str, values: Any) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ folders. Each process opens a shard when it first needs it and keeps it open, si
 a cluster.
 """
 
+import json
 import os
 import resource
 import shlex
@@ -26,7 +27,7 @@ from utils.errors import DataError
 from utils.files import open_regular
 from utils.program import command
 
-INDEX_FILE = "shards.index"
+INDEX_FILE, CLASSES_FILE = "shards.index", "classes.json"
 # Arrays of the index for each split, "train" and "valid", next to "class_names": NAME_shards and NAME_images
 SHARD_FIELDS = [("name", "U300"), ("bytes", "<i8")]  # path relative to the index, size
 # in the order of the images' keys; `checksum` is the CRC-32 of the image's bytes and then the label's: a label that is
@@ -111,6 +112,9 @@ def open_shards(name: str, data_path: Path, image_size: int | None) -> Dataset:
             for shards, images in splits
         )
         sizes = {str(shard): shard.stat().st_size for shard in find_shards(data_path)}
+        names = data_path / CLASSES_FILE
+        if names.exists() and tuple(json.loads(names.read_bytes())) != class_names:
+            raise ValueError(f"{CLASSES_FILE} has changed since")
     except OSError as error:
         raise DataError(f"{error.filename or path}: cannot be read: {error.strerror}; {remedy(data_path)}") from None
     except (ValueError, LookupError, EOFError, BadZipFile) as error:

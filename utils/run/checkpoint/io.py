@@ -71,7 +71,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DamagedError(f"{path}: the checkpoint cannot be read: {error.strerror}") from None
+        # not damaged: the disk may work again, and an older checkpoint would lose work
+        remedy = "start again when the disk works, or remove the file to resume from an older one"
+        raise CheckpointError(f"{path}: the checkpoint cannot be read: {error.strerror}; {remedy}") from None
     if content[-_COMMENT_BYTES:] != _comment(memoryview(content)[:-_COMMENT_BYTES]):
         raise DamagedError(f"{path}: is damaged or not a checkpoint of this program ({len(content)} bytes)")
     state = decode(str(path), content)

@@ -35,6 +35,10 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
             raise ConfigError(f"model {name}: {why}")
         if before is not None and value is not None:
             before.copy_(value)
+    unused = [key for key, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    if unused and learner.batch.world_size > 1:
+        remedy = "remove it, or set requires_grad_(False)"
+        raise ConfigError(f"model {name}: its outputs do not depend on {unused[0]}; with several ranks, {remedy}")
     for parameter in model.parameters():
         parameter.grad = None
     model.train(was_training)

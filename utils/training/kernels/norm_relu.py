@@ -4,18 +4,20 @@ Separately they make 13 passes over a feature map in forward and backward, 16 wi
 output is written once, and backward needs no pass for ReLU's mask. It recomputes the mask from what BatchNorm saves
 anyway; with a shortcut it reads the mask off the output, which the next convolution saves anyway.
 
-The layers stay what they are. Only the module that calls them one after the other is replaced, and it looks at each
+The layers stay what they are. Only the method that calls them one after the other is replaced, and it looks at each
 call whether the kernels can take the layers' place. So a layer that is called alone, shared or observed by a hook
 computes what it always did. On a GPU the kernels are in triton_kernels.py, on a CPU in norm_relu.cpp.
 """
 
 from importlib.util import find_spec
 from itertools import pairwise
+from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from utils.errors import ConfigError
@@ -96,13 +98,14 @@ def normalise(norm: nn.Module, activation: nn.Module, x: Tensor, shortcut: Tenso
 
 def _can_fuse(norm: nn.Module, activation: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
     """Whether these are PyTorch's own layers with the usual settings, and nobody observes or replaces their calls."""
-    if type(norm) is not nn.BatchNorm2d or type(activation) is not nn.ReLU:
+    if type(norm) is not nn.BatchNorm2d or type(activation) is not nn.ReLU or _has_any_global_hook():
         return False
     calls = [
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
         for module in (norm, activation)
     ]
-    usual = norm.affine and norm.track_running_stats and norm.momentum is not None
+    parts = norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum
+    usual = (type(norm).forward, type(activation).forward) == FORWARD and all(part is not None for part in parts)
     return usual and not any(calls) and "forward" not in vars(norm) and "forward" not in vars(activation)
 
 
@@ -120,51 +123,40 @@ def _fits(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None) -> bool:
     return plain and nhwc and x.dtype in (torch.float32, torch.bfloat16)
 
 
-class FusedSequential(nn.Sequential):
-    """Sequential that fuses BatchNorm and ReLU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Features [N, C, H, W] -> what the last layer returns."""
-        layers = list(self)
-        while layers:
-            layer = layers.pop(0)
-            x = normalise(layer, layers.pop(0), x) if layers and type(layer) is nn.BatchNorm2d else layer(x)
-        return x
+def _sequential(self: Any, x: Tensor) -> Tensor:
+    layers = list(self)
+    while layers:
+        layer = layers.pop(0)
+        x = normalise(layer, layers.pop(0), x) if layers and type(layer) is nn.BatchNorm2d else layer(x)
+    return x
 
 
-class FusedBasicBlock(BasicBlock):
-    """torchvision's block with fused layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Features [N, C, H, W] -> [N, channels, H / stride, W / stride]."""
-        shortcut = x if self.downsample is None else self.downsample(x)
-        out = normalise(self.bn1, self.relu, self.conv1(x))
-        return normalise(self.bn2, self.relu, self.conv2(out), shortcut)
+def _basic_block(self: Any, x: Tensor) -> Tensor:
+    shortcut = x if self.downsample is None else self.downsample(x)
+    out = normalise(self.bn1, self.relu, self.conv1(x))
+    return normalise(self.bn2, self.relu, self.conv2(out), shortcut)
 
 
-class FusedBottleneck(Bottleneck):
-    """torchvision's block with fused layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Features [N, C, H, W] -> [N, 4 x channels, H / stride, W / stride]."""
-        shortcut = x if self.downsample is None else self.downsample(x)
-        out = normalise(self.bn1, self.relu, self.conv1(x))
-        out = normalise(self.bn2, self.relu, self.conv2(out))
-        return normalise(self.bn3, self.relu, self.conv3(out), shortcut)
+def _bottleneck(self: Any, x: Tensor) -> Tensor:
+    shortcut = x if self.downsample is None else self.downsample(x)
+    out = normalise(self.bn1, self.relu, self.conv1(x))
+    out = normalise(self.bn2, self.relu, self.conv2(out))
+    return normalise(self.bn3, self.relu, self.conv3(out), shortcut)
 
 
-class FusedResNet(ResNet):
-    """torchvision's network with a fused stem."""
-
-    def _forward_impl(self, x: Tensor) -> Tensor:
-        x = self.maxpool(normalise(self.bn1, self.relu, self.conv1(x)))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
+def _resnet(self: Any, x: Tensor) -> Tensor:
+    x = self.maxpool(normalise(self.bn1, self.relu, self.conv1(x)))
+    x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+    return self.fc(self.avgpool(x).flatten(1))  # type: ignore[no-any-return]
 
 
-FUSED: dict[type[nn.Module], type[nn.Module]] = {
-    nn.Sequential: FusedSequential, BasicBlock: FusedBasicBlock, Bottleneck: FusedBottleneck, ResNet: FusedResNet,
+# The method by which each class calls its layers, as PyTorch and torchvision have it, and its fused form. Only
+# instances get the latter: their class stays, since a network may ask for it.
+FUSED: dict[type[nn.Module], tuple[Any, Any]] = {
+    nn.Sequential: (nn.Sequential.forward, _sequential), BasicBlock: (BasicBlock.forward, _basic_block),
+    Bottleneck: (Bottleneck.forward, _bottleneck), ResNet: (ResNet._forward_impl, _resnet),
 }  # fmt: skip
+FORWARD = nn.BatchNorm2d.forward, nn.ReLU.forward
 
 
 def fuse_norms(model: nn.Module, precision: Precision, device: torch.device) -> None:
@@ -179,18 +171,18 @@ def fuse_norms(model: nn.Module, precision: Precision, device: torch.device) -> 
             raise ConfigError(f"fuse_norm_relu needs {missing}; else set fuse_norm_relu to false")
     found = []
     for module in model.modules():
-        if type(module) is nn.Sequential:
-            pairs = list(pairwise(module))
-        else:
-            pairs = [(module.bn1, module.relu)] if type(module) in FUSED else []  # type: ignore[list-item]
+        usual, fused = FUSED.get(type(module), (None, None))
+        if usual is None or getattr(type(module), usual.__name__) is not usual or usual.__name__ in vars(module):
+            continue
+        pairs: Any = pairwise(module) if isinstance(module, nn.Sequential) else [(module.bn1, module.relu)]
         if any(_can_fuse(*pair) for pair in pairs):
-            found.append(module)
+            found.append((module, usual.__name__, fused))
     if not found:
         raise ConfigError("fuse_norm_relu: the network has no BatchNorm2d before ReLU that can be fused; use false")
     if device.type == "cpu":
         build("norm_relu")
-    for module in found:
-        module.__class__ = FUSED[type(module)]
+    for module, name, fused in found:
+        setattr(module, name, MethodType(fused, module))
 
 
 def _sizes(x: Tensor) -> tuple[int, int]:

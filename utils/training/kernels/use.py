@@ -32,11 +32,12 @@ def use_kernels(config: SpeedConfig, model: nn.Module, precision: Precision, dev
     if config.stem_channels != COLOURS:
         pad_stem(model, config.stem_channels)  # STEM: zero channels after the three colours
     fast = on_cpu and config.enable_nhwc and not compiled
+    fuses = fast and not config.enable_sync_bn and config.parallel != "dataparallel"
     fast_convolutions = fast and (is_float32 or has_bf16_kernels())
     dtype = torch.float32 if is_float32 else torch.bfloat16
     winograd, products = (on_cpu and config.cpu_kernel(name) for name in ("winograd", "weight_products"))
     replacements: list[tuple[Auto, bool, Callable[[], None]]] = [
-        (config.fuse_norm_relu, fast and not config.enable_sync_bn, partial(fuse_norms, model, precision, device)),
+        (config.fuse_norm_relu, fuses, partial(fuse_norms, model, precision, device)),
         (winograd, fast_convolutions, partial(use_winograd, model)),
         (products, fast_convolutions, partial(use_products, model, dtype)),
     ]
