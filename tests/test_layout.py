@@ -150,20 +150,20 @@ def test_a_package_has_at_most_twelve_entries():
 
 
 # Lines at most, a promise: new code pays with deleted code (CONTRIBUTING.md). Lower a number when code has gone.
-SIZES = {"product": 16_400, "tests": 20_750, "docs": 2_580}
+SIZES = {"product": 15_450, "tests": 19_070, "docs": 2_510}
 PACKAGES_OF_THE_PRODUCT = {
     "models": 300,
-    "tools/bench": 1_360,
+    "tools/bench": 1_270,
     "tools/doctor": 900,
-    "tools/shared": 1_130,
-    "tools": 4_900,
-    "utils/config": 580,
-    "utils/data": 2_200,
-    "utils/distributed": 960,
-    "utils/run": 1_520,
+    "tools/shared": 1_010,
+    "tools": 4_580,
+    "utils/config": 540,
+    "utils/data": 2_180,
+    "utils/distributed": 895,
+    "utils/run": 1_525,
     "utils/timing": 280,
-    "utils/training/kernels": 1_970,
-    "utils/training": 4_470,
+    "utils/training/kernels": 1_510,
+    "utils/training": 3_900,
 }
 
 
