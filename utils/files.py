@@ -22,6 +22,8 @@ from utils.errors import ConfigError, ExpectedError
 
 POLL_SECONDS = 1.0  # between two attempts to lock a folder that another run holds
 
+PAUSES = (0.5, 1, 2)  # seconds before another attempt to read, after an error that may pass
+
 
 def open_regular(path: str | Path) -> BinaryIO:
     """Open a file for reading. Raises `OSError` if it is not a regular file: opening a FIFO, for one, would hang."""

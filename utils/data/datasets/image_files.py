@@ -15,7 +15,7 @@ import numpy as np
 
 from utils.data.sampling import IntArray, resized_crop_box
 from utils.errors import OUT_OF_MEMORY, DataError, ExpectedError
-from utils.files import open_regular
+from utils.files import PAUSES, open_regular
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -24,7 +24,6 @@ SAMPLED_IMAGES = 512  # evenly spaced: for fingerprint, size, mean and standard 
 THREADS = 16  # asking for the sizes of many small files is waiting, not computing
 # a broken link, not a regular file, a socket, a link to itself; other errors of the system may pass
 NO_IMAGE = (errno.ENOENT, errno.EINVAL, errno.ENXIO, errno.ELOOP)
-PAUSES = (0.5, 1, 2)  # seconds before another attempt
 MOST_ELONGATED = 16  # longer to shorter side: the shorter one is resized to a fixed size, and the longer one with it
 EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 BITS_PER_SAMPLE, SAMPLE_FORMAT, UNSIGNED = 258, 339, 1  # of TIFF

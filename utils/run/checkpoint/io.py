@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import struct
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from utils.errors import CheckpointError, ExpectedError
-from utils.files import write_atomically
+from utils.files import PAUSES, write_atomically
 
 FORMAT = 1
 CONTENT: Mapping[str, type | tuple[type, ...]] = {
@@ -68,12 +69,14 @@ def _comment(head: memoryview) -> bytes:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the state in a checkpoint file, on the CPU; raise `CheckpointError` if it cannot be used."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        # not damaged: the disk may work again, and an older checkpoint would lose work
-        remedy = "start again when the disk works, or remove the file to resume from an older one"
-        raise CheckpointError(f"{path}: the checkpoint cannot be read: {error.strerror}; {remedy}") from None
+    for pause in (*PAUSES, None):
+        try:
+            content = path.read_bytes()
+            break
+        except OSError as error:
+            if pause is None or not path.is_file():
+                raise DamagedError(f"{path}: the checkpoint cannot be read: {error.strerror}") from None
+            time.sleep(pause)  # the disk or its server may answer again
     if content[-_COMMENT_BYTES:] != _comment(memoryview(content)[:-_COMMENT_BYTES]):
         raise DamagedError(f"{path}: is damaged or not a checkpoint of this program ({len(content)} bytes)")
     state = decode(str(path), content)
