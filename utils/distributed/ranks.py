@@ -284,10 +284,12 @@ class Peers:
                 store.set("last barrier", str(number))
             patience = timedelta(seconds=(UNREACHABLE if self.launch.rank else LOST) * self._limit)
             dist.monitored_barrier(self._group, patience, wait_all_ranks=True)
-            if store.check(["failure"]):
-                return self._read_failure(store)
-            if store.check(["last barrier"]) and int(store.get("last barrier")) == number:
-                break
+            # a rank 0 that is stopped right after the barrier never answers
+            with deadline(STORE_SECONDS, lambda: self._end(self._unreachable())):
+                if store.check(["failure"]):
+                    return self._read_failure(store)
+                if store.check(["last barrier"]) and int(store.get("last barrier")) == number:
+                    break
             self._left.wait(BARRIER_SECONDS)
         return None
 
