@@ -44,7 +44,7 @@ def test_counters_equal_those_of_separate_layers():
 
 
 class OwnBuffers(nn.Module):
-    """Statistics of several kinds: without momentum, of InstanceNorm, assigned anew; a constant and a counter."""
+    """Statistics of several kinds: without momentum, of InstanceNorm, assigned again; a constant and a counter."""
 
     def __init__(self):
         super().__init__()

@@ -251,7 +251,7 @@ def test_a_method_that_a_user_replaced_is_used(tiny, fused_calls, kind, method, 
 
 
 def test_only_pytorchs_own_layers_are_fused(tiny):
-    """And without any, true is an error; auto says so and leaves the network alone."""
+    """And without any, true is an error; auto says so and does not change the network."""
     half = {"opt_level": "O3", "amp_dtype": "bf16"}
     others = resnet18()
     for module in others.modules():

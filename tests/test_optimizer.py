@@ -92,7 +92,7 @@ SCHEDULERS = torch.optim.lr_scheduler
     ],
 )  # fmt: skip
 def test_schedules_equal_pytorchs(keys, theirs, options):
-    """With one step per epoch; those of PyTorch have no warm-up."""
+    """With one step per epoch; PyTorch's schedules have no warm-up."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0, momentum=0.9)
     reference, expected = theirs(optimizer, **options), []
     warmup = 0 if keys["lr_schedule"] == "onecycle" else keys.get("lr_warmup_epochs", 0)

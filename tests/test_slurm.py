@@ -620,7 +620,7 @@ def reboot_node(cluster, run, folder):
 
 
 def cut_link(cluster, run, folder):
-    """The isolated rank ends by itself."""
+    """The isolated rank ends without a signal."""
     cluster.client("ip", "link", "set", "v-node2", "down")
     wait_until("end of the rank", 120, lambda: "-u train.py" not in " ".join(cluster.pids("node2").values()))
     cluster.client("ip", "link", "set", "v-node2", "up")

@@ -60,7 +60,7 @@ def _refuse_shadowed(what: str, top: str, here: Path) -> None:
 @contextmanager
 def user_code_errors(what: str, kind: type[ExpectedError], name: str = "") -> Iterator[None]:
     """Turn an exception of the `with` block, in which user code runs, into an error of `kind` with the user's line; if
-    none of the user's lines was running, with that of the function `name`."""
+    none of the user's lines was running, with the line of the function `name`."""
     try:
         yield
     except (Exception, SystemExit) as error:

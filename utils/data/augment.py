@@ -93,7 +93,7 @@ def pixel_maps(augmentation: Augmentation, height: int, width: int) -> np.ndarra
 
 class BatchAugmenter:
     """Crops, flips and rotates a whole batch on its device, as one gather of pixels. Comparisons are slow on a CPU, and
-    fresh memory costs as much as the arithmetic: hence int32, signs and permanent buffers."""
+    new memory costs as much as the arithmetic, so it uses int32, signs and permanent buffers."""
 
     def __init__(self, height: int, width: int, device: torch.device) -> None:
         self.width = width

@@ -170,7 +170,7 @@ def _adopt(folder: Path, path: Path, state: State, best: State | None) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a checkpoint to NAME.1, in place of an earlier one: only the last one that was set aside is kept."""
+    """Rename a checkpoint to NAME.1, instead of an earlier one: only the last one that was set aside is kept."""
     path.replace(f"{path}.1")
 
 

@@ -14,7 +14,7 @@ from utils.training.batches import training_size
 from utils.training.metrics.flops import NO_VALUES, flops_per_image, number_format, published_peak, read_peak
 
 READ_SECONDS = 1.0  # between two readings of the GPU, at least
-READINGS = (  # value in the records, torch.cuda's function, its unit in that of the value
+READINGS = (  # value in the records, torch.cuda's function, factor from its unit to the value's
     ("gpu_power_w", "power_draw", 1e-3), ("gpu_temperature_c", "temperature", 1.0),
     ("gpu_clock_mhz", "clock_rate", 1.0), ("gpu_memory_gb", "device_memory_used", 1e-9),
 )  # fmt: skip

@@ -145,7 +145,7 @@ def fingerprint(*splits: Split) -> str:
 
 def hold_out(dataset: Dataset, number: int) -> Dataset:
     """Hold out `number` training images: they become the validation set, and the validation set becomes the test set.
-    Mean and standard deviation stay those of all training images. `ConfigError` if no image remains."""
+    Mean and standard deviation still cover all training images. `ConfigError` if no image remains."""
     if not number:
         return dataset
     available = len(dataset.train.labels)

@@ -125,7 +125,7 @@ class ImageFiles:
             yield from np.random.Generator(np.random.Philox(key=index)).permutation(members).tolist()
 
     def _decode(self, index: int, decode: Callable[[bytes, int], Any], row: int) -> Any:
-        """Read and decode a sample. Tries again after an error that may pass; at last raises a `DataError`."""
+        """Read and decode a sample. Tries again after an error that may pass; if it stays, raises a `DataError`."""
         for pause in (*PAUSES, None):
             try:
                 return decode(self.content(index), row)

@@ -25,7 +25,7 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
     for number in {min(2, size) for size in valid_batches}:
         _try(learner, name, (number, *image_shape), training=False)
     sides = [(few, 3, side, side) for side in dict(config.progressive_image_sizes)]
-    for shape in (*sides, (few, *image_shape), (few, *image_shape)):  # twice, for a graph that is not built anew
+    for shape in (*sides, (few, *image_shape), (few, *image_shape)):  # twice, for a graph that is not built again
         _try(learner, name, shape, training=True)
     for (owner, key, before), value in zip(buffers, values, strict=True):
         now, owner[key] = owner[key], before

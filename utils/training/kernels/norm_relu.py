@@ -5,7 +5,7 @@ output is written once, and backward needs no pass for ReLU's mask. It recompute
 anyway; with a shortcut it reads the mask off the output, which the next convolution saves anyway.
 
 The layers stay what they are. Only the method that calls them one after the other is replaced, and it looks at each
-call whether the kernels can take the layers' place. So a layer that is called alone, shared or observed by a hook
+call whether the kernels can take the layers' place. So a layer that is called separately, shared or observed by a hook
 computes what it always did. On a GPU the kernels are in triton_kernels.py, on a CPU in norm_relu.cpp.
 """
 
