@@ -25,10 +25,10 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from tools.bench.training import alone
+from tools.common import as_settings
 from tools.evaluate import evaluate as evaluate_trained
-from tools.shared.command_line import as_settings
-from tools.shared.read_runs import read_records
-from tools.shared.trained import load_classifier, open_trained, validation_transform
+from tools.runs import read_records
+from tools.trained import load_classifier, open_trained, validation_transform
 from train import Trainer
 from utils.config import load_config
 from utils.errors import CheckpointError, ConfigError, CorruptionError, DataError, ExpectedError, Stopped

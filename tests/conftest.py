@@ -23,8 +23,8 @@ from torch import nn
 
 from tests import forked_python
 from tests.tiny_shards import make_folders
-from tools import prepare_data
-from tools.shared.command_line import as_settings
+from tools.common import as_settings
+from tools.prepare_data import __main__ as prepare_data
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 from utils.data.datasets import dataset as datasets

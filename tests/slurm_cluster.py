@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.processes import ROOT, wait_until
-from tools.shared.interrupted_runs import METRICS
-from tools.shared.read_runs import read_records
+from tools.runs import read_records
+from tools.verify_resume import METRICS
 
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 OPTIONS = ("--cpus-per-task=2", "--gpus-per-node=2")

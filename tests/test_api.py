@@ -15,7 +15,7 @@ import train
 from tests.conftest import TINY, as_options, without_times
 from tools import evaluate
 from tools.predict import predict
-from tools.shared.trained import open_trained
+from tools.trained import open_trained
 from utils.config.command_line import parse_arguments
 from utils.data.datasets.dataset import load_dataset, spread_over_classes
 from utils.run.preemption import SIGNALS

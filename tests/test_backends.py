@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import build_model
 from models.resnet import LOGIT_SCALE
-from tools.shared.interrupted_runs import compare
+from tools.verify_resume import compare
 from train import Trainer
 from utils.distributed.world import World
 from utils.training.kernels.process import prepare_backends

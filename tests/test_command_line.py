@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import CIFAR100, ROOT
-from tools.shared.command_line import new_parser, path_argument
+from tools.common import new_parser, path_argument
 from utils.config import Config, load_config
 from utils.config.command_line import parse_arguments
 

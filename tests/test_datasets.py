@@ -15,7 +15,7 @@ import utils.data.build
 from tests.conftest import CIFAR100, change_byte, tiny_config
 from tests.tiny_cifar import make_tiny_cifar, serve
 from tests.tiny_shards import make_folders, write_image
-from tools import prepare_data
+from tools.prepare_data import __main__ as prepare_data
 from train import Trainer
 from utils.config import load_config
 from utils.data.augment import Normalise

@@ -16,7 +16,7 @@ import train
 from tests.conftest import tiny_config
 from tests.processes import run_job
 from tools import evaluate
-from tools.shared.read_runs import read_records
+from tools.runs import read_records
 from train import Trainer
 from utils.config.command_line import Arguments
 from utils.data import build

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from models import build_model
 from tools import export
-from tools.shared.read_runs import read_records
+from tools.runs import read_records
 from train import Trainer
 from utils.config import Config
 from utils.data.datasets.dataset import load_dataset, spread_over_classes

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 
 from tests.conftest import ROOT, TINY
 from tests.processes import PYTHON, free_port, make_command, wait_until, without_launcher
-from tools.shared.command_line import as_settings
+from tools.common import as_settings
 
 MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "jobset.yaml")
 JOB = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]

@@ -136,8 +136,9 @@ def test_no_tracked_file_names_a_path_of_one_machine():
 
 
 def test_every_name_in_tools_is_a_command():
-    """Except tools/shared/, which holds code that several tools use."""
-    names = {path.stem for path in (ROOT / "tools").iterdir()} - {"__init__", "__pycache__", "shared"}
+    """Except common.py and trained.py, which several tools use, and the Slurm script's part on each node."""
+    others = {"__init__", "__pycache__", "common", "trained", "slurm_node"}
+    names = {path.stem for path in (ROOT / "tools").iterdir()} - others
     commands = runpy.run_path(str(ROOT / "__main__.py"))["COMMANDS"].values()
     assert {module for module, _ in commands} == {"train"} | {f"tools.{name}" for name in names}
 
@@ -155,7 +156,6 @@ PACKAGES_OF_THE_PRODUCT = {
     "models": 300,
     "tools/bench": 1_270,
     "tools/doctor": 900,
-    "tools/shared": 1_010,
     "tools": 4_580,
     "utils/config": 540,
     "utils/data": 2_180,

@@ -11,7 +11,7 @@ from tests.test_resume import POLLS
 from tests.test_resume import interrupt as interrupt_at
 from tests.test_train import run as train_run
 from tools import runs
-from tools.shared.read_runs import read_lines
+from tools.runs import read_lines
 from train import Trainer
 from utils.timing.clock import ACTIVITIES, LOOP, Clock, process_age
 

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from tests.tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, rewrite
-from tools import prepare_data
-from tools.shared import make_shards
+from tools.prepare_data import __main__ as prepare_data
+from tools.prepare_data import shards
 from utils.data.datasets.shards import INDEX_FILE
 
 
@@ -61,8 +61,8 @@ def test_a_failed_run_leaves_nothing(folders, tmp_path, monkeypatch, capsys):
             raise OSError(28, "No space left on device")
         write(folder, images, numbered)
 
-    write = make_shards._write_shard
-    monkeypatch.setattr(make_shards, "_write_shard", fill_disk)
+    write = shards._write_shard
+    monkeypatch.setattr(shards, "_write_shard", fill_disk)
     arguments = [f"--shards={tmp_path / 'made/shards'}", f"--from={folders}", "--images_per_shard=5"]
     assert prepare_data.main(arguments) == 3
     assert "No space left on device" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT, TINY, as_options, read_records
 from tests.processes import PYTHON, wait_until, without_launcher
-from tools.shared.output import print_table
+from tools.common import print_table
 from utils.data.loader import report_unreadable
 from utils.errors import print_text
 from utils.run.logging.logger import RunLogger

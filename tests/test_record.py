@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import TINY_OPTIONS
 from tools.bench import __main__ as bench
 from tools.bench import record
-from tools.shared.command_line import as_settings
+from tools.common import as_settings
 from utils.config import load_config
 from utils.errors import ConfigError
 from utils.run.logging.environment import describe_environment, git_commit

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tools import runs as runs_tool
 from tools.report import duration, goals, main
-from tools.shared.read_runs import Run, read_lines
+from tools.runs import Run, read_lines
 from train import Trainer
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')

@@ -10,7 +10,7 @@ import torch
 from tests.conftest import ROOT, TINY, as_options, read_records, without_times
 from tests.processes import PYTHON, wait_until, without_launcher
 from tests.test_train import run
-from tools.shared.interrupted_runs import compare
+from tools.verify_resume import compare
 from train import Trainer
 from utils.errors import Stopped
 from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import change_byte
 from tests.test_folders import DALI, build, everything
 from tests.tiny_shards import CLASSES, IMAGENET, SETTINGS
-from tools import prepare_data
+from tools.prepare_data import __main__ as prepare_data
 from train import main
 from utils.config.command_line import Arguments
 from utils.data import loader

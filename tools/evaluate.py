@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.shared.command_line import new_parser, path_argument
-from tools.shared.output import check_writable, print_table, write_json
-from tools.shared.read_runs import read_records
-from tools.shared.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
+from tools.common import check_writable, new_parser, path_argument, print_table, write_json
+from tools.runs import read_records
+from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
 from utils.errors import DataError, exit_in_a_line
 
 if TYPE_CHECKING:

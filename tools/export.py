@@ -17,9 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.shared.command_line import new_parser, path_argument
-from tools.shared.output import make_folder
-from tools.shared.trained import load_classifier, open_trained
+from tools.common import make_folder, new_parser, path_argument
+from tools.trained import load_classifier, open_trained
 from utils.errors import CheckpointError, ExpectedError, exit_in_a_line
 from utils.user_code import user_code_errors
 

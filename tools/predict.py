@@ -25,9 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.shared.command_line import add_count, new_parser, path_argument
-from tools.shared.output import make_folder, printable, write_file
-from tools.shared.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
+from tools.common import add_count, make_folder, new_parser, path_argument, printable, write_file
+from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
 from utils.errors import DataError, exit_in_a_line
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from utils.data.datasets.dataset import Split
     from utils.distributed.world import World
 
-PAGE = Path(__file__).parent / "shared/pages/predict.html"  # a Jinja2 template; PyTorch needs Jinja2 too
+PAGE = Path(__file__).parent / "predict.html"  # a Jinja2 template; PyTorch needs Jinja2 too
 
 
 @dataclass(frozen=True)

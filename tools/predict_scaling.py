@@ -18,12 +18,11 @@ from typing import NamedTuple
 from models import build_model
 from models.config import ModelConfig
 from tools.bench.reports import read_report, training_rates
-from tools.shared.command_line import above_zero, add_count, new_parser, path_argument, read_counts
+from tools.common import above_zero, add_count, new_parser, path_argument, read_counts
 from utils.config import Config
 from utils.errors import DataError, exit_in_a_line
-from utils.program import CODE
 
-PUBLISHED = CODE / "results/reference/published_scaling.json"
+PUBLISHED = Path(__file__).with_suffix(".json")
 IMAGENET = Config(dataset="imagenet", num_classes=1000, stem="imagenet")
 BACKWARD = 2 / 3  # of a step: a backward pass multiplies twice for every multiplication of the forward pass
 BUCKET, FIRST_BUCKET = 25 * 2**20, 2**20  # bytes; DDP's first bucket is small, so that communication starts early

@@ -16,16 +16,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tools.shared.command_line import new_parser, path_argument
-from tools.shared.output import make_folder, printable, write_file
-from tools.shared.pages.png_plots import COLOURS
-from tools.shared.read_runs import Run, differences, read
+from tools.common import COLOURS, make_folder, new_parser, path_argument, printable, write_file
+from tools.runs import Run, differences, read
 from utils.base_config import as_yaml
 from utils.errors import ConfigError, DataError, exit_in_a_line
 
 TUTORIAL_GOAL = 0.75  # the accuracy on CIFAR-100 at which the tutorial compares times
 ROUND_GOALS = [percent / 100 for percent in (*range(5, 90, 5), *range(90, 100))]
-PAGE = Path(__file__).parent / "shared/pages/report.html"  # a Jinja2 template; PyTorch needs Jinja2 too
+PAGE = Path(__file__).parent / "report.html"  # a Jinja2 template; PyTorch needs Jinja2 too
 DASHES = ("solid", "dash", "dot", "dashdot")
 LOSS_OUTLIER = 1.5  # times the 95th percentile: the first view cuts off losses above it
 PANELS = (  # title, key in an epoch's record, alone or with /valid and /train, horizontal axis

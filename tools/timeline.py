@@ -19,9 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.shared.command_line import new_parser, path_argument
-from tools.shared.output import check_writable, printable
-from tools.shared.pages.png_plots import COLOURS, new_figure, save
+from tools.common import COLOURS, check_writable, new_figure, new_parser, path_argument, printable, save
 from utils.errors import ConfigError, exit_in_a_line
 from utils.timing import trace
 from utils.timing.trace import GPU_WORK, Event

@@ -2,7 +2,7 @@
 
     python -m tools.torchrun FILE OPTIONS-OF-TORCHRUN... PROGRAM ...
 
-tools/shared/slurm_node.sh starts it on each node. FILE is kept only after a failure.
+tools/slurm_node.sh starts it on each node. FILE is kept only after a failure.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 
-from tools.shared.command_line import new_parser, path_argument
+from tools.common import new_parser, path_argument
 
 CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 

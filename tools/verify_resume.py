@@ -9,25 +9,164 @@ checkpoint must have resumed from it. SIGKILL hits all processes of a run, at an
 checkpoint's temporary file appears.
 """
 
+import argparse
+import hashlib
+import os
 import random
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tools.shared.command_line import add_count, new_parser
-from tools.shared.interrupted_runs import KINDS, METRICS, Attempt, RunCommand, add_limits, compare
-from tools.shared.read_runs import read_records
+from tools.common import add_count, new_parser, path_argument, seconds
+from tools.runs import read_records
 from utils.config import load_config
 from utils.config.command_line import add_config_arguments
+from utils.distributed.launch import torchrun_here
 from utils.errors import ExpectedError, exit_in_a_line
-from utils.program import command
+from utils.program import TRAIN, command
+from utils.run.config import MEASURED
 
+METRICS = "metrics.jsonl"
+KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; others record starts and stops
+KILL_SECONDS = 30.0  # seconds that a process may take to end after SIGKILL
 KILLS_PER_RUN = 8  # more kills need more runs
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """How to start the run under test, the same at every start."""
+
+    train_arguments: list[str]
+    nproc: int
+    timeout: float  # seconds after which a start counts as hanging
+    end: float  # of all starts (time.monotonic)
+
+    def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Any:
+        """Start the run; return its `subprocess.Popen`, or an object with the same `poll`, `wait` and `returncode`.
+
+        Its processes, orphans too, are identified by their standard output."""
+        rendezvous = folder.with_name(f"{folder.name}.rendezvous")
+        rendezvous.unlink(missing_ok=True)  # from the previous start, whose ranks are dead
+        launcher, more = torchrun_here(self.nproc, rendezvous) if self.nproc > 1 else ([sys.executable], {})
+        command, env = [*launcher, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], {**environment, **more}
+        with output.open("wb") as file:
+            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+
+
+class Attempt:
+    """One start of the run. Leaving the `with` block kills all of its processes."""
+
+    def __init__(self, job: RunCommand, folder: Path) -> None:
+        self.folder, self.deadline = folder, min(time.monotonic() + job.timeout, job.end)
+        self.log = output_of(folder)
+        self.status_file = folder.with_name(f"{folder.name}.status")
+        self.status_file.unlink(missing_ok=True)
+        self.starts_before = read_records(folder / METRICS, "start", "resume")
+        environment = os.environ | {"TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
+        self.process = job.start(folder, environment, self.log)
+
+    def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:
+        """Wait until `reached`; False if the run ended before. Raises `ExpectedError` if it hangs."""
+        while not reached():
+            if self.process.poll() is not None:
+                return False
+            if time.monotonic() > self.deadline:
+                raise ExpectedError(f"a run takes too long and may hang; its output ends:\n{self.end_of_output()}")
+            time.sleep(pause)
+        return True
+
+    def wait(self) -> int:
+        """Return the run's exit status, as written by rank 0: torchrun turns every failure into 1."""
+        self.wait_until(lambda: self.process.poll() is not None, pause=0.01)
+        written = self.status_file.read_text().strip() if self.status_file.exists() else ""
+        return int(written) if written and self.process.returncode >= 0 else self.process.returncode
+
+    def has_begun(self) -> bool:
+        """Return whether training has begun; from then on it handles signals."""
+        starts = read_records(self.folder / METRICS, "start", "resume")
+        return bool(starts) and starts != self.starts_before  # fewer if the folder was moved aside
+
+    def end_of_output(self) -> str:
+        return self.log.read_text(errors="replace")[-2000:]
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.process.wait(KILL_SECONDS)
+
+    def kill(self) -> None:
+        """Send SIGKILL to every process of the run until none is left."""
+        deadline = time.monotonic() + KILL_SECONDS
+        while processes := find_processes(self.folder):
+            if time.monotonic() > deadline:
+                raise ExpectedError(f"processes {processes} do not end after SIGKILL; see the kernel's log (dmesg)")
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def compare(uninterrupted: Path, killed: Path) -> list[str]:
+    """Return the differences between two finished runs, at most 20: in records without measurements, in the newest
+    checkpoint, and in the best weights."""
+    from utils.run.checkpoint.io import newest_good, read_checkpoint
+
+    sides = []
+    for folder in (uninterrupted, killed):
+        state, best = newest_good(folder / "checkpoints")[1] or {}, read_checkpoint(folder / "checkpoints/best.pt")
+        records = read_records(folder / METRICS, *KINDS)
+        content = {METRICS: [{key: value for key, value in row.items() if key not in MEASURED} for row in records]}
+        content |= {key: state[key] for key in state.keys() - {"seconds", "timing", "versions"}}
+        content |= {f"{key} of best.pt": best[key] for key in ("model", "epoch")}
+        sides.append(dict(_flatten("", content)))
+    left, right = sides
+    differing = [where for where in sorted({*left, *right}) if left.get(where) != right.get(where)]
+    return [f"{where}: {left.get(where)!s:.80} uninterrupted, {right.get(where)!s:.80} killed" for where in differing][
+        :20
+    ]
+
+
+def _flatten(where: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (place, value) of each value in a nested structure; type, shape and digest of a tensor."""
+    import torch
+
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flatten(f"{where}.{key}" if where else str(key), part)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _flatten(f"{where}[{number}]", part)
+    elif isinstance(value, torch.Tensor):
+        content = bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        yield where, (str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()[:16])
+    else:
+        yield where, value
+
+
+def output_of(folder: Path) -> Path:
+    """Return the file with the output of the run in `folder`."""
+    return folder.with_name(f"{folder.name}.output")
+
+
+def find_processes(folder: Path) -> list[int]:
+    """Return every living process of the run in `folder`, from /proc."""
+    output, found = os.path.realpath(output_of(folder)), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # also of a zombie
+            if os.readlink(entry / "fd/1") == output:
+                found.append(int(entry.name))
+    return found
 
 
 def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) -> list[str]:
@@ -83,6 +222,14 @@ def strike(attempt: Attempt, delay: float, generator: random.Random) -> bool:
     return True
 
 
+def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:
+    """Add the options of commands that interrupt runs; `timeout`: seconds of one start."""
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the random choices")
+    parser.add_argument("--timeout", type=seconds, default=timeout, help="seconds of one start (default: %(default)g)")
+    parser.add_argument("--total-timeout", type=seconds, default=86400.0, help="seconds of all (default: %(default)g)")
+    parser.add_argument("--work-dir", type=path_argument, help="folder for the runs (default: a temporary one)")
+
+
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the verdict; return the exit status."""
@@ -109,7 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         shutil.rmtree(work)
         print("verdict: EQUAL: weights, optimizer, random states, metrics.jsonl and learning rates, bit by bit")
-    print(f"repeat with: {command('verify_resume')} {shlex.join(arguments)} --seed {options.seed}")
+    seed = "" if any(argument.startswith("--seed") for argument in arguments) else f" --seed {options.seed}"
+    print(f"repeat with: {command('verify_resume')} {shlex.join(arguments)}{seed}")
     return int(bool(differences))
 
 

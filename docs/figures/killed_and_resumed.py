@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.slurm_cluster import SlurmCluster
-from tools.shared.pages.png_plots import COLOURS, new_figure, save
+from tools.common import COLOURS, new_figure, save
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "results/2026-11-25-killed-and-resumed"

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.shared.pages.png_plots import COLOURS, draw_bars, new_figure, save
+from tools.bench.ladder import draw_bars
+from tools.common import COLOURS, new_figure, save
 
 FIGURES = Path(__file__).resolve().parent
 RESULTS = FIGURES.parents[1] / "results"

@@ -28,11 +28,10 @@ from pathlib import Path
 
 from tests.faults.kinds import KINDS, Fault, damage, plan_faults
 from tests.faults.ranks import ForkedRun
-from tools.shared.command_line import add_count, new_parser
-from tools.shared.interrupted_runs import KINDS as RECORDS
-from tools.shared.interrupted_runs import METRICS, Attempt, add_limits, compare, find_processes
-from tools.shared.output import print_table
-from tools.shared.read_runs import read_records
+from tools.common import add_count, new_parser, print_table
+from tools.runs import read_records
+from tools.verify_resume import KINDS as RECORDS
+from tools.verify_resume import METRICS, Attempt, add_limits, compare, find_processes
 from utils.errors import ExpectedError, exit_in_a_line
 
 FILES_OF_LIBRARIES = ("torchinductor_", "pymp-")  # a cache, and sockets of killed workers

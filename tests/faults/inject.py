@@ -24,8 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tools.shared.command_line import add_count, as_settings, at_least_one, new_parser
-from tools.shared.output import print_table
+from tools.common import add_count, as_settings, at_least_one, new_parser, print_table
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import find_launch

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.faults.kinds import KINDS, Fault
 from tests.processes import free_port
-from tools.shared.interrupted_runs import RunCommand
+from tools.verify_resume import RunCommand
 from utils.program import TRAIN
 
 

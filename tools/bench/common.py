@@ -5,7 +5,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from tools.shared.command_line import add_count, path_argument
-from tools.shared.output import check_writable, print_table, write_json
+from tools.common import add_count, check_writable, path_argument, write_json
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.ranks import run_ranks
@@ -63,11 +62,6 @@ def write_report(
         environment = describe_environment(world.device, world.world_size) | environment
         report = {"bench": command, "config": config.model_dump(mode="json"), "results": results}
         write_json(path, report | {"environment": environment}, default=Trials.as_json)
-
-
-def print_rows(title: str, rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table; all rows have the same columns."""
-    print_table(title, list(rows[0]), [list(row.values()) for row in rows])
 
 
 @dataclass(frozen=True)

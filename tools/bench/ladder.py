@@ -20,9 +20,7 @@ from tools.bench import common
 from tools.bench.limits import measure_limits
 from tools.bench.reports import VERSIONS, read_report
 from tools.bench.training import Rung, alone
-from tools.shared.command_line import path_argument
-from tools.shared.output import check_writable
-from tools.shared.pages.png_plots import draw_bars, new_figure, save
+from tools.common import COLOURS, check_writable, new_figure, path_argument, print_table, save
 from utils.config import Config, load_config
 from utils.data.build import open_dataset
 from utils.distributed.world import World
@@ -47,6 +45,9 @@ CANDIDATES = (
 )
 LISTS = {"ladder": RUNGS, "candidates": CANDIDATES}
 COMPARABLE = (*VERSIONS, "threads", "world_size", "host")
+COLUMNS = (
+    "rung", "full, images/s", "speed-up", "step only", "loader only", "TFLOP/s", "arithmetic", "memory", "GB",
+)  # fmt: skip
 TOLERANCE = 5  # percent; a rung that is slower by more is a regression
 # A step moves at least this: each stored activation and its gradient is written once and read once.
 TRAFFIC_PER_ACTIVATION = 4
@@ -146,16 +147,23 @@ def show(results: Mapping[str, Mapping[str, Any]], device: str) -> None:
     """Print images/s of loader, step and both, and the fractions of the hardware limits."""
     first = next(iter(results.values()))["full"].median
     rows = [
-        {
-            "rung": name, "full, images/s": f"{values['full']:,.1f}",
-            "speed-up": f"{values['full'].median / first:.2f}", "step only": f"{values['compute'].median:,.1f}",
-            "loader only": f"{values['io'].median:,.0f}", "TFLOP/s": f"{values['tflops']:.2f}",
-            "arithmetic": f"{values['arithmetic_share']:.0%}", "memory": f"{values['memory_share']:.0%}",
-            "GB": f"{values['memory'].median / 1e9:.1f}",
-        }
+        (name, f"{values['full']:,.1f}", f"{values['full'].median / first:.2f}", f"{values['compute'].median:,.1f}",
+         f"{values['io'].median:,.0f}", f"{values['tflops']:.2f}", f"{values['arithmetic_share']:.0%}",
+         f"{values['memory_share']:.0%}", f"{values['memory'].median / 1e9:.1f}")
         for name, values in results.items()
     ]  # fmt: skip
-    common.print_rows(f"{device}: median (min-max); arithmetic, memory: fractions of the measured limits", rows)
+    print_table(f"{device}: median (min-max); arithmetic, memory: fractions of the measured limits", COLUMNS, rows)
+
+
+def draw_bars(axes: Any, rates: Mapping[str, float], title: str, spread: Any = None) -> None:
+    """Draw a bar for each name, the first on top, with its images/s and its speed relative to the first."""
+    first = next(iter(rates.values()))
+    bars = axes.barh(list(rates), list(rates.values()), xerr=spread, color=COLOURS[0], height=0.65, capsize=3)
+    labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in rates.values()]
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel="images/s", title=title, xlim=(0, 1.25 * max(rates.values())))
 
 
 def read_baseline(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tools.bench import common
+from tools.common import print_table
 from utils.distributed.world import World
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,8 +28,8 @@ def run(options: argparse.Namespace) -> int:
     def measure(world: World) -> None:
         results = measure_limits(world, options.trials)
         if world.is_main:
-            rows = [{"limit": name, "value": f"{sample:,.2f}"} for name, sample in results.items()]
-            common.print_rows(f"limits of {world.device.type}: median (min-max)", rows)
+            rows = [(name, f"{sample:,.2f}") for name, sample in results.items()]
+            print_table(f"limits of {world.device.type}: median (min-max)", ("limit", "value"), rows)
         common.write_report(options.json, "limits", config, world, results)
 
     return common.on_all_ranks(config, measure)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tools.bench import common
 from tools.bench.training import build_measured, capture_steps, endless, images_per_sec
-from tools.shared.command_line import add_count
+from tools.common import add_count, print_table
 from utils.config import Config, load_config
 from utils.data.build import Loader, build_loaders, open_dataset
 from utils.distributed.world import World
@@ -93,14 +93,14 @@ class LoaderTrial:
 def show(config: Config, world: World, results: Mapping[str, Mapping[str, Any]]) -> None:
     """Print median and spread of the trials; the last column compares with the synthetic loader's training."""
     synthetic = results.get("synthetic", {}).get("training_images_per_sec")
-    rows = []
+    columns, rows = ["loader", "images/s"], []
     for name, values in results.items():
-        row = {"loader": name, "images/s": f"{values['images_per_sec']:,.0f}"}
+        row = [name, f"{values['images_per_sec']:,.0f}"]
         if training := values.get("training_images_per_sec"):
-            row["images/s training"] = f"{training:,.0f}"
-            row["waiting, % of a step"] = f"{common.Trials(tuple(100 * part for part in values['waiting'].values)):.1f}"
+            waiting = common.Trials(tuple(100 * part for part in values["waiting"].values))
             slower = f"{100 * (1 - training.median / synthetic.median):.1f}" if synthetic else ""
-            row["slower than without input, %"] = slower
+            row += [f"{training:,.0f}", f"{waiting:.1f}", slower]
+            columns[2:] = ["images/s training", "waiting, % of a step", "slower than without input, %"]
         rows.append(row)
     setting = f"{config.dataset}, batch {config.batch_size}, {world.world_size} rank(s) on {device_name(world.device)}"
-    common.print_rows(f"{setting}: median (min-max)", rows)
+    print_table(f"{setting}: median (min-max)", columns, rows)

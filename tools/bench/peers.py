@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models import build_model
 from tools.bench import common
 from tools.bench.training import Fed, OurStep, alone, endless
-from tools.shared.output import print_table
+from tools.common import print_table
 from utils.base_config import as_yaml
 from utils.config import Config
 from utils.data.build import open_dataset

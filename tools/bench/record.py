@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.reports import VERSIONS
-from tools.shared.command_line import add_count, path_argument
-from tools.shared.output import make_folder, print_table, write_json
-from tools.shared.read_runs import read_records
+from tools.common import add_count, make_folder, path_argument, print_table, write_json
+from tools.runs import read_records
 from utils.config import Config, find_file, list_blocks, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.world import choose_device

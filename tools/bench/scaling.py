@@ -20,8 +20,7 @@ from typing import Any
 
 from tools.bench import common
 from tools.bench.training import alone, build_measured, capture_steps
-from tools.shared.command_line import read_counts
-from tools.shared.output import write_json
+from tools.common import print_table, read_counts, write_json
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.global_batch import divide_batch
@@ -51,14 +50,13 @@ def run(options: argparse.Namespace) -> int:
     }
     results = summarise(common.measure(cases, options.trials, warm_up=0, skip=False))
     rows = [
-        {
-            "processes": name, "images/s": f"{values['train_images_per_sec']:.0f}",
-            "speed-up": f"{values['train_speed_up']:.2f}", "efficiency": f"{values['train_efficiency']:.0%}",
-            "communication": f"{share.median:.1%}" if (share := values.get("communication_share")) else "-",
-        }
+        (name, f"{values['train_images_per_sec']:.0f}", f"{values['train_speed_up']:.2f}",
+         f"{values['train_efficiency']:.0%}",
+         f"{share.median:.1%}" if (share := values.get("communication_share")) else "-")
         for name, values in results.items()
     ]  # fmt: skip
-    common.print_rows(f"{config.model}, batch {config.batch_size} (weak: of each process), training steps only", rows)
+    title = f"{config.model}, batch {config.batch_size} (weak: of each process), training steps only"
+    print_table(title, ("processes", "images/s", "speed-up", "efficiency", "communication"), rows)
     common.write_report(options.json, "scaling", config, alone(config), results, threads=threads)
     return 0
 

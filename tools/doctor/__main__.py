@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.common import check_writable, minutes, new_parser, path_argument, write_file
 from tools.doctor.findings import (
     LEVELS,
     Finding,
@@ -33,8 +34,6 @@ from tools.doctor.findings import (
     render,
     worst_level,
 )  # fmt: skip
-from tools.shared.command_line import minutes, new_parser, path_argument
-from tools.shared.output import check_writable, write_file
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
 from utils.errors import ConfigError, exit_in_a_line

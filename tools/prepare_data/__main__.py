@@ -14,7 +14,7 @@ DIR/val/*.tar, which hold KEY.jpg (or .png, ...) and KEY.cls for each image, as 
 
 import sys
 
-from tools.shared.command_line import at_least_one, new_parser, path_argument
+from tools.common import at_least_one, new_parser, path_argument
 from utils.errors import exit_in_a_line
 
 DATASETS = ("cifar10", "cifar100")
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if sized and options.source is None:
         parser.error("--images_per_shard and --num_shards need --from; without it, shards are only indexed")
     if folder is not None:
-        from tools.shared.make_shards import index_shards, make_shards  # here, since --help needs no numpy
+        from tools.prepare_data.shards import index_shards, make_shards  # here, since --help needs no numpy
 
         made = (options.source, options.images_per_shard, options.num_shards)
         print(f"{folder}: {make_shards(folder, *made) if options.source else index_shards(folder)}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from tools.shared.command_line import as_settings, path_argument
+from tools.common import as_settings, path_argument
 from utils.base_config import KeyFlag
 from utils.config import Config, override
 from utils.config.command_line import report_error

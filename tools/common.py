@@ -1,0 +1,160 @@
+"""What several commands share: options, tables, files that are written completely or not at all, and figures. No torch,
+so that --help is fast."""
+
+import argparse
+import io
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from utils.base_config import as_yaml
+from utils.config.command_line import not_empty
+from utils.errors import ConfigError
+from utils.files import strict_json, write_atomically
+from utils.program import Parser, command
+
+FILE_WIDTH = 160  # characters of a table that goes into a file or pipe
+# Okabe and Ito's colours, which colour-blind readers can distinguish
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
+
+
+def new_parser(name: str, documentation: str | None, exit_status: str = "") -> argparse.ArgumentParser:
+    """Return the parser of `python -m tools.NAME`. Its --help shows the module's docstring and the exit statuses."""
+    return Parser(
+        prog=command(name), description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+
+
+def add_count(parser: argparse.ArgumentParser, option: str, default: int, meaning: str, least: int = 1) -> None:
+    """Add an option that takes a whole number from `least` on."""
+    parse, help_text = partial(at_least, least=least), f"{meaning} (default: {default})"
+    parser.add_argument(option, type=parse, default=default, metavar="N", help=help_text)
+
+
+def at_least(text: str, least: int) -> int:
+    """Parse a whole number from `least` on, for argparse."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from {least} on")
+    return int(text)
+
+
+at_least_one = partial(at_least, least=1)
+
+
+def path_argument(text: str) -> Path:
+    """Parse a path that is not empty, for argparse."""
+    return Path(not_empty(text))
+
+
+def above_zero(text: str, unit: str) -> float:
+    """Parse a finite number above 0, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected {unit}, more than 0")
+    return number
+
+
+seconds, minutes = partial(above_zero, unit="seconds"), partial(above_zero, unit="minutes")
+
+
+def read_counts(option: str, text: str) -> list[int]:
+    """Parse whole numbers above 0, separated by commas."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{option} {text}: expected whole numbers of at least 1, such as 1,2,4")
+    return [int(part) for part in parts]
+
+
+def as_settings(values: Mapping[str, Any]) -> list[str]:
+    """Return KEY=VALUE for each, for --set."""
+    return [f"{key}={as_yaml(value)}" for key, value in values.items()]
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table, plain if the output is a file. The first column is text, the others are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    # print names such as [red] or :smile: unchanged
+    console = Console(width=None if getattr(sys.stdout, "isatty", bool)() else FILE_WIDTH, markup=False, emoji=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    with console.capture() as capture:
+        console.print(table)
+    print(capture.get().removesuffix("\n"))
+
+
+def printable(text: str, encoding: str = "utf-8") -> str:
+    """Replace characters that cannot be encoded, as in a folder's name that is not UTF-8, by backslash sequences."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder for results. Raises `ConfigError` if that is impossible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot hold results: {error.strerror}; choose another with --out") from None
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise `ConfigError` if the file that an option names cannot be written. Changes nothing."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: is a folder; expected a file")
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a device
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.resolve().parent).close()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; choose another file") from None
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write the complete file or nothing. Pipes, devices such as /dev/stdout and links are written in place."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_bytes(content)
+    else:
+        write_atomically(path, content)
+
+
+def write_json(path: Path, value: Any, default: Callable[[Any], Any] | None = None) -> None:
+    """Write indented JSON; `default` converts values without a JSON form."""
+    write_file(path, (strict_json(value, indent=1, default=default) + "\n").encode())
+
+
+def new_figure(size: tuple[float, float] = (5.6, 3.8)) -> tuple[Any, Any]:
+    """Return a figure of `size` inches and its axes; needs no display."""
+    try:
+        from cycler import cycler
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError('matplotlib is missing; install it with: pip install ".[plot]"') from None
+    style: Any = {
+        "axes.prop_cycle": cycler(color=COLOURS), "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False,
+        "axes.spines.right": False, "axes.titlesize": 11, "font.size": 9,
+    }  # fmt: skip
+    with rc_context(style):
+        figure = Figure(figsize=size, layout="constrained")
+        return figure, figure.subplots()
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the figure, as SVG if the file's name ends in .svg, else as PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg" if path.suffix == ".svg" else "png", dpi=110)
+    write_file(path, buffer.getvalue())
