@@ -3,7 +3,6 @@
 import os
 import signal
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +24,12 @@ STEPS, GRAPHED_STEPS = 4, 10  # in one epoch or two; a graph is captured before 
 RECORDED = ("loss/train", "acc1/train", "loss/valid", "acc1/valid", "images/valid", "learning_rate")
 
 
-def train(config: Config, folder: Path, stop_after: int | None = None) -> tuple[Trainer, set[str]]:
+def train(config, folder, stop_after=None):
     """Train a whole run, or `stop_after` steps until SIGTERM; return the trainer and its last step's host waits."""
     trainer = Trainer(config, World(rank=0, local_rank=0, world_size=1, device=GPU), folder, "run", "auto")
-    train_step, waits = trainer.learner.train_step, set[str]()
+    train_step, waits = trainer.learner.train_step, set()
 
-    def watched(images: torch.Tensor, labels: torch.Tensor) -> None:
+    def watched(images, labels):
         with runtime.record() if runtime.is_active() else nullcontext() as ledger:
             train_step(images, labels)
         waits.clear()
@@ -38,19 +37,19 @@ def train(config: Config, folder: Path, stop_after: int | None = None) -> tuple[
         if trainer.learner.steps == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer.learner.train_step = watched  # type: ignore[method-assign]
+    trainer.learner.train_step = watched
     with pytest.raises(Stopped, match=r"after \d+ batches") if stop_after else nullcontext():
         trainer.train()
     return trainer, waits
 
 
-def read_epochs(folder: Path) -> list[dict[str, Any]]:
+def read_epochs(folder):
     epochs = read_records(folder, "epoch")
     assert "loss/valid" in epochs[-1]  # earlier ones depend on validate_every_epochs
     return [{key: row[key] for key in RECORDED if key in row} for row in epochs]
 
 
-def check_resume(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_resume(config, folder, monkeypatch):
     """Train and validate with and without a stop; both must be bitwise equal. The host must wait in a step only for a
     scaled loss without the fused update."""
     monkeypatch.setattr(step, "GRAPH_WARMUP_STEPS", WARMUP)

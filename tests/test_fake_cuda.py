@@ -5,9 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -74,7 +71,7 @@ time.sleep(0.5)  # let autograd's threads finish, else they may abort while Pyth
 
 
 @pytest.fixture(scope="module")
-def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def on_fake_cuda(tmp_path_factory):
     """on_fake_cuda(program, *arguments, PYTHONPATH=...): the output of a Python program run on it."""
     folder = tmp_path_factory.mktemp("fake_cuda")
     try:
@@ -82,42 +79,24 @@ def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]
     except Unavailable as reason:
         pytest.skip(f"the fake CUDA runtime cannot be built: {reason}")
 
-    def run(program: str, *arguments: str, **environment: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments], cwd=ROOT, env=os.environ | variables(folder) | environment,
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def run(program, *arguments, **environment):
+        command, variables_here = [sys.executable, "-c", program, *arguments], os.environ | variables(folder)
+        how = {"cwd": ROOT, "env": variables_here | environment, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.run(command, timeout=120, check=True, **how).stdout
 
     return run
 
 
-@pytest.fixture(scope="module")
-def seen(on_fake_cuda: Callable[..., str]) -> dict[str, Any]:
-    return json.loads(on_fake_cuda(PROGRAM, PYTHONPATH=str(ROOT)))
-
-
-def test_a_capture_computes_nothing_and_each_replay_computes(seen: dict[str, Any]) -> None:
+def test_captures_results_and_the_record(on_fake_cuda):
+    """A capture computes nothing and each replay computes; illegal calls in a capture fail and are recorded."""
+    seen = json.loads(on_fake_cuda(PROGRAM, PYTHONPATH=str(ROOT)))
     assert seen["legal"] == ["captured", []]
     assert seen["sums"] == [[0.0] * 4, [3.0] * 4]
-
-
-@pytest.mark.parametrize(
-    ("name", "violation"), [("wait", "cudaStreamQuery during a capture"), ("unjoined", "unjoined work")]
-)
-def test_illegal_calls_in_a_capture_fail_and_are_recorded(seen: dict[str, Any], name: str, violation: str) -> None:
-    outcome, violations = seen[name]
-    assert outcome != "captured"
-    assert any(violation in line for line in violations), violations
-
-
-def test_results_equal_the_cpus(seen: dict[str, Any]) -> None:
+    for name, violation in (("wait", "cudaStreamQuery during a capture"), ("unjoined", "unjoined work")):
+        outcome, violations = seen[name]
+        assert outcome != "captured" and any(violation in line for line in violations), violations
     assert seen["equal"]
     assert seen["printed"] == "tensor([0.2500, 0.7500, 1.2500])"
-
-
-def test_work_is_recorded(seen: dict[str, Any]) -> None:
     assert seen["convolutions"] == 2  # forward, and backward of the weights
     weights = 8 * 3 * 9 + 3 * 8 + 8 + 4 * 8 + 4  # convolution, BatchNorm, biases, linear layer
     assert seen["to device"] >= 4 * (weights + 4 * 3 * 64)
@@ -125,34 +104,21 @@ def test_work_is_recorded(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("words", "total"), [([], "3.0"), (["-m", "tools.bench"], "0.0")])
-def test_sitecustomize_starts_the_arithmetic_except_in_benches(
-    on_fake_cuda: Callable[..., str], words: list[str], total: str
-) -> None:
+def test_sitecustomize_starts_the_arithmetic_except_in_benches(on_fake_cuda, words, total):
     path = f"{ROOT / 'tests/fake_cuda/site'}:{ROOT}"
     program = "import torch; print(torch.ones(3, device='cuda').sum().item())"
     assert on_fake_cuda(program, *words, PYTHONPATH=path).strip() == total
 
 
-def test_a_build_failure_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without(name: str) -> Callable[[str], str | None]:
-        return lambda command: None if command == name else f"/usr/bin/{command}"
-
-    for name, reason in (("g++", "no g\\+\\+"), ("nm", "no nm")):
-        monkeypatch.setattr("tests.fake_cuda.build.shutil.which", without(name))
-        with pytest.raises(Unavailable, match=reason):
-            build(tmp_path)
-
-
 @pytest.mark.parametrize(("compiler", "status"), [(None, 77), ("echo 'error: a bad source' >&2; exit 1", 1)])
-def test_only_a_missing_compiler_gives_status_77(tmp_path: Path, compiler: str | None, status: int) -> None:
+def test_only_a_missing_compiler_gives_status_77(tmp_path, compiler, status):
     for command in ("bash", "dirname", "mktemp", "rm", "nm"):
         (tmp_path / command).symlink_to(shutil.which(command) or pytest.skip(f"no {command}"))
     if compiler is not None:
         make_command(tmp_path, "g++", compiler)
-    done = subprocess.run(
-        ["bash", str(ROOT / "tests/fake_cuda/with.sh"), "true"], env={"PATH": str(tmp_path), "PYTHON": sys.executable},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    command, how = ["bash", ROOT / "tests/fake_cuda/with.sh", "true"], {"stderr": subprocess.PIPE, "text": True}
+    environment = {"PATH": str(tmp_path), "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, timeout=120, check=False, **how)
     if "no package nvidia" in done.stderr or "not a CUDA build" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == status, done.stderr

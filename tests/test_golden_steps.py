@@ -16,13 +16,13 @@ GROUPS = [
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not runtime.is_active(), reason="counts on the fake CUDA runtime")]
 
 
-def waits(line: str) -> int:
+def waits(line):
     return int(line.split()[4])
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", GROUPS)
-def test_counts_of_every_blocks_step_are_as_recorded(group: str) -> None:
+def test_counts_of_every_blocks_step_are_as_recorded(group):
     blocks = dict(golden_steps.groups()[group])
     command = [sys.executable, "-m", golden_steps.__name__, group]
     environment = os.environ | {"FAKE_CUDA_DEVICES": "2"}

@@ -12,7 +12,6 @@ from tests.test_optimizer import half_weights_after_three_updates
 from tools.bench.training import build_measured
 from train import Trainer
 from utils import seeds
-from utils.config import Config
 from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
 from utils.run.logging.logger import RunLogger
@@ -50,11 +49,11 @@ def gpu():
     return World(rank=0, local_rank=0, world_size=1, device=torch.device("cuda", 0))
 
 
-def on_gpu(tiny, **changes) -> Config:
+def on_gpu(tiny, **changes):
     return tiny(**{"device": "cuda", "enable_nhwc": True, "enable_extra_opts": True, "lr": 0.02} | changes)
 
 
-def losses(trainer: Trainer, gpu: World, steps: int = STEPS) -> torch.Tensor:
+def losses(trainer, gpu, steps=STEPS):
     """Return each step's loss, with a learning rate that changes in every step."""
     trainer.learner.model.train()
     trainer.loaders.train.set_epoch(0)
@@ -83,7 +82,7 @@ def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
 
 
 def test_a_graph_is_captured_anew_for_each_image_size(tiny, gpu):
-    def train(graphs: bool) -> tuple[list[float], Trainer]:
+    def train(graphs):
         trainer = Trainer(on_gpu(tiny, enable_cuda_graphs=graphs, optimizer="muon", lr=0.002), gpu)
         images, labels = next(iter(trainer.loaders.train))
         history = []
@@ -161,7 +160,7 @@ def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_pat
     trainer = Trainer(on_gpu(tiny, **few, **changes), gpu)
     log_point, log_points = trainer._log_point, []
 
-    def wait_here(iteration: int, images: torch.Tensor) -> None:
+    def wait_here(iteration, images):
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
         log_point(iteration, images)
@@ -221,7 +220,7 @@ def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
 
 
 def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
-    def run(epochs: int, resume: str) -> Trainer:
+    def run(epochs, resume):
         changes = {"device": "cuda", "limit_train_batches": 20, "max_epochs": epochs}
         trainer = Trainer(tiny("fastest", **changes), gpu, tmp_path, "fastest", resume)
         trainer.train()

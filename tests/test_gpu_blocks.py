@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def shrink(config: Config) -> Config:
+def shrink(config):
     """Return the smallest version of a block, with two micro-batches if it accumulates."""
     values = config.model_dump() | SMALL
     values |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
@@ -36,7 +36,7 @@ def shrink(config: Config) -> Config:
     return Config(**values)
 
 
-def distinct() -> list[Any]:
+def distinct():
     """Return the blocks that differ after shrinking, each named after its first."""
     found: dict[Any, Any] = {}
     for path in sorted((ROOT / "config").glob("*.yaml")):

@@ -5,7 +5,6 @@ import random
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -37,10 +36,10 @@ RUN = {"batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1,
 RUN |= {"device": "cuda", "max_epochs": 2, "log_to_screen": False}
 
 
-def values_of(key: str) -> list[Any]:
+def values_of(key):
     """Return all values of a setting that is a bool or one of a few names, including null if allowed; else none."""
 
-    def spread(kind: Any) -> Iterator[Any]:
+    def spread(kind):
         if kind is bool:
             yield from (False, True)
         elif kind is types.NoneType:
@@ -53,7 +52,7 @@ def values_of(key: str) -> list[Any]:
     return list(dict.fromkeys(spread(Config.model_fields[key].annotation)))
 
 
-def switches() -> dict[str, list[Any]]:
+def switches():
     """Return {setting: values} of all settings that affect a step, including future ones."""
     groups = (OptimizerConfig, PrecisionConfig, RecipeConfig, DistributedConfig, SpeedConfig)
     keys = dict.fromkeys(key for group in groups for key in vars(group)["__annotations__"])
@@ -63,7 +62,7 @@ def switches() -> dict[str, list[Any]]:
     return {key: values for key, values in found.items() if len(values) > 1} | loaders | NUMBERS
 
 
-def configure(row: dict[str, int]) -> Config:
+def configure(row):
     """Return a whole configuration of {setting: index of its value}; ValueError or ConfigError if they are
     incompatible."""
     changes = {key: CHOSEN[key][number] for key, number in row.items()}
@@ -79,7 +78,7 @@ EXTRA, NHWC = {"enable_extra_opts": 1}, {"enable_nhwc": 1}
 NEEDED = ({}, EXTRA, NHWC, EXTRA | NHWC, {"amp_dtype": CHOSEN["amp_dtype"].index("bf16")})
 
 
-def covering_rows() -> tuple[list[dict[str, int]], set[frozenset[tuple[str, int]]]]:
+def covering_rows():
     """Return few rows that contain every allowed pair of values, and the pairs that no row contains."""
     choices = [(key, number) for key, values in CHOSEN.items() for number in range(len(values))]
     left = {frozenset(pair) for pair in itertools.combinations(choices, 2) if pair[0][0] != pair[1][0]}
@@ -102,7 +101,7 @@ def covering_rows() -> tuple[list[dict[str, int]], set[frozenset[tuple[str, int]
     return rows, left
 
 
-def is_allowed(row: dict[str, int]) -> bool:
+def is_allowed(row):
     with suppress(ValueError, ConfigError):
         return bool(configure(row))
     return False

@@ -33,7 +33,7 @@ NO_ARITHMETIC = {
 NEW_RESULTS = {"native_batch_norm", "cudnn_batch_norm", "norm_relu"}
 
 
-def on_cpu(value: Any) -> Any:
+def on_cpu(value):
     """Return a CPU tensor over the memory of a CUDA tensor, and anything else unchanged."""
     if not isinstance(value, Tensor) or value.device.type != "cuda":
         return value
@@ -45,25 +45,20 @@ def on_cpu(value: Any) -> Any:
     return torch.empty(0, dtype=value.dtype).set_(whole, value.storage_offset(), value.shape, value.stride())
 
 
-def _batch_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, *options: Any
-) -> tuple[Tensor, ...]:
+def _batch_norm(x, weight, bias, mean, var, *options):
     """cuDNN's batch normalisation, which also returns memory for its backward pass."""
     return *aten.native_batch_norm(x, weight, bias, mean, var, *options), torch.empty(0, dtype=torch.uint8)
 
 
-def _batch_norm_backward(
-    x: Tensor, gradient: Tensor, weight: Tensor, mean: Tensor, var: Tensor, saved_mean: Tensor, saved_var: Tensor,
-    epsilon: float, _: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _batch_norm_backward(x, gradient, weight, mean, var, saved_mean, saved_var, epsilon, _):
     wanted = [True, True, True]
     return aten.native_batch_norm_backward(gradient, x, weight, mean, var, saved_mean, saved_var, True, epsilon, wanted)
 
 
-def _in_float32(kernel: Callable[..., Any], changes_arguments: bool = False) -> Callable[..., Any]:
+def _in_float32(kernel, changes_arguments=False):
     """Return `kernel` computing half precision in float32; arguments that it changes in place are rounded back."""
 
-    def run(*arguments: Any, **options: Any) -> Any:
+    def run(*arguments, **options):
         narrows, structure = tree_flatten(arguments)
         wide = [value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value for value in narrows]
         result = kernel(*tree_unflatten(wide, structure), **options)
@@ -94,7 +89,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _only_views(operation: Any) -> bool:
+def _only_views(operation):
     """Whether all results are views of arguments."""
     returns = operation._schema.returns
     return bool(returns) and all(value.alias_info is not None and not value.alias_info.is_write for value in returns)
@@ -107,7 +102,7 @@ class Arithmetic(TorchDispatchMode):
     captured: list[Callable[[], None]] | None = None  # operations of the current capture
     listener: Any = None  # kept alive because C++ calls it
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if operation is aten.equal.default:  # returns a host value
             return operation(*tree_map(on_cpu, args))
@@ -132,7 +127,7 @@ class Arithmetic(TorchDispatchMode):
                 compute()
         return out
 
-    def _repeat(self, operation: Any, name: str, args: Any, kwargs: Any, out: Any) -> Callable[[], None]:
+    def _repeat(self, operation, name, args, kwargs, out):
         """Return a function that runs the operation on the same memory by a CPU kernel."""
         if self.captured is not None:
             args, kwargs = tree_map(_as_captured, (args, kwargs))
@@ -143,7 +138,7 @@ class Arithmetic(TorchDispatchMode):
         in_place = operation._schema.is_mutable and name not in NEW_RESULTS
         kernel = REPLACED.get(operation, operation)
 
-        def compute() -> None:
+        def compute():
             result = kernel(*args, **kwargs)
             if not in_place:
                 for target, source in zip(tree_flatten(out)[0], tree_flatten(result)[0], strict=False):
@@ -154,55 +149,55 @@ class Arithmetic(TorchDispatchMode):
         return compute
 
 
-def _as_indices(index: Tensor | None) -> Tensor | None:
+def _as_indices(index):
     """Return a mask [N] as indices, whose number determines the shape of the result."""
     if index is None or index.dtype is not torch.bool or index.device.type != "cuda" or index.dim() != 1:
         return index
     return on_cpu(index).nonzero().squeeze(1).to(index.device)
 
 
-def _as_captured(value: Any) -> Any:
+def _as_captured(value):
     """Copy a host scalar, whose value is fixed at capture; device memory is read at replay."""
     return value.clone() if isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0 else value
 
 
-def start() -> None:
+def start():
     """Compute from now on in this process."""
     if Arithmetic.listener is not None:
         return
     graph = torch.cuda.CUDAGraph
     begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
 
-    def capture_begin(self: Any, *arguments: Any, **options: Any) -> None:
+    def capture_begin(self, *arguments, **options):
         begin(self, *arguments, **options)
         Arithmetic.captured = []
 
-    def capture_end(self: Any) -> None:
+    def capture_end(self):
         self.computations = Arithmetic.captured or []  # live as long as the graph
         Arithmetic.captured = None
         end(self)
 
-    def replay_and_compute(self: Any) -> None:
+    def replay_and_compute(self):
         replay(self)
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             for compute in self.computations if Arithmetic.enabled else ():
                 compute()
 
-    def repeat_collective(number: int) -> None:
+    def repeat_collective(number):
         """Add an NCCL call to the capture; any thread may make it."""
         if Arithmetic.captured is not None:
             Arithmetic.captured.append(partial(library.fake_cuda_repeat_collective, number))
 
-    def print_as_on_cpu(tensor: Tensor, **options: Any) -> str:
+    def print_as_on_cpu(tensor, **options):
         """PyTorch prints without dispatch modes and would read memory that nothing was written to."""
         return as_text(on_cpu(tensor), **options)
 
-    def run_and_compute(thread: threading.Thread) -> None:
+    def run_and_compute(thread):
         """A mode belongs to one thread; DataParallel has one per device."""
         with Arithmetic():
             run(thread)
 
-    run, threading.Thread.run = threading.Thread.run, run_and_compute  # type: ignore[method-assign]
+    run, threading.Thread.run = threading.Thread.run, run_and_compute
     as_text, torch._tensor_str._str = torch._tensor_str._str, print_as_on_cpu
     library = runtime.load_library()
     Arithmetic.listener = ctypes.CFUNCTYPE(None, ctypes.c_size_t)(repeat_collective)

@@ -4,69 +4,30 @@
 #include <dlfcn.h>
 
 #include <cstdio>
-#include <cstdlib>
-#include <string>
+
+#include "fake_cuda.h"
 
 namespace {
 template <typename Function>
 Function runtime(const char* name) {
   return (Function)dlsym(RTLD_DEFAULT, name);
 }
-using Work = int (*)(CUstream, const char*, size_t);
 CUresult launch(CUfunction function, CUstream stream, size_t threads) {
-  static auto work = runtime<Work>("fake_cuda_work");
+  static auto work = runtime<int (*)(CUstream, const char*, size_t)>("fake_cuda_work");
   return (CUresult)work(stream, ((std::string*)function)->c_str(), threads);
-}
-CUresult new_module(CUmodule* module) {
-  *module = (CUmodule)1;
-  return CUDA_SUCCESS;
 }
 }  // namespace
 
 extern "C" {
-CUresult cuDriverGetVersion(int* version) {
-  *version = 13000;
-  return CUDA_SUCCESS;
-}
-CUresult cuDeviceGet(CUdevice* device, int number) {
-  *device = number;
-  return CUDA_SUCCESS;
-}
-CUresult cuDeviceGetCount(int* count) { return (CUresult)runtime<int (*)(int*)>("cudaGetDeviceCount")(count); }
-CUresult cuDeviceGetName(char* text, int length, CUdevice) {
-  snprintf(text, length, "fake CUDA runtime");
-  return CUDA_SUCCESS;
-}
+SUCCEEDS(CUresult cuDeviceGet(CUdevice* device, int number), *device = number)
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
-  return (CUresult)runtime<int (*)(int*, int, int)>("cudaDeviceGetAttribute")(value, attribute, device);  // same numbers
+  return (CUresult)cudaDeviceGetAttribute(value, (cudaDeviceAttr)attribute, device);  // same numbers
 }
-CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice) {
-  size_t available;
-  return (CUresult)runtime<int (*)(size_t*, size_t*)>("cudaMemGetInfo")(&available, bytes);
-}
-CUresult cuMemGetInfo_v2(size_t* available, size_t* all) {
-  return (CUresult)runtime<int (*)(size_t*, size_t*)>("cudaMemGetInfo")(available, all);
-}
-CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
-  *context = (CUcontext)1;
-  return CUDA_SUCCESS;
-}
-CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
-  *flags = 0, *active = 1;
-  return CUDA_SUCCESS;
-}
-CUresult cuCtxGetCurrent(CUcontext* context) {
-  *context = (CUcontext)1;
-  return CUDA_SUCCESS;
-}
-CUresult cuCtxGetDevice(CUdevice* device) {
-  *device = 0;
-  return CUDA_SUCCESS;
-}
-CUresult cuGetErrorString(CUresult, const char** text) {
-  *text = "an error of the fake CUDA runtime";
-  return CUDA_SUCCESS;
-}
+SUCCEEDS(CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice), *context = (CUcontext)1)
+SUCCEEDS(CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active), *flags = 0, *active = 1)
+SUCCEEDS(CUresult cuCtxGetCurrent(CUcontext* context), *context = (CUcontext)1)
+SUCCEEDS(CUresult cuCtxGetDevice(CUdevice* device), *device = 0)
+SUCCEEDS(CUresult cuGetErrorString(CUresult, const char** text), *text = "an error of the fake CUDA runtime")
 CUresult cuGetErrorName(CUresult error, const char** text) { return cuGetErrorString(error, text); }
 CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
   if (!runtime<int (*)(const void*)>("fake_cuda_on_device")((void*)pointer)) return CUDA_ERROR_INVALID_VALUE;
@@ -78,38 +39,22 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
 }
 
 // ---- compiled kernels
-CUresult cuModuleLoad(CUmodule* module, const char*) { return new_module(module); }
-CUresult cuModuleLoadData(CUmodule* module, const void*) { return new_module(module); }
-CUresult cuModuleLoadDataEx(CUmodule* module, const void*, unsigned, CUjit_option*, void**) { return new_module(module); }
-CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
-  *function = (CUfunction) new std::string(std::string("triton ") + name);
-  return CUDA_SUCCESS;
-}
-CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
-  *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 40 : 0;
-  return CUDA_SUCCESS;
-}
-CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                        unsigned, CUstream stream, void**, void**) {
+SUCCEEDS(CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name),
+         *function = (CUfunction) new std::string(std::string("triton ") + name))
+SUCCEEDS(CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction),
+         *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0)
+CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                        unsigned bz, unsigned, CUstream stream, void**, void**) {
   return launch(function, stream, (size_t)gx * gy * gz * bx * by * bz);
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void**, void**) {
   size_t blocks = (size_t)c->gridDimX * c->gridDimY * c->gridDimZ;
   return launch(function, c->hStream, blocks * c->blockDimX * c->blockDimY * c->blockDimZ);
 }
-CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
-                                   unsigned bz, unsigned, CUstream stream, void**) {
-  return launch(function, stream, (size_t)gx * gy * gz * bx * by * bz);
-}
-CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) {
-  *blocks = 2;
-  return CUDA_SUCCESS;
-}
-CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*) {
-  *clusters = 66;
-  return CUDA_SUCCESS;
-}
-CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* result) {
+SUCCEEDS(CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t), *blocks = 2)
+SUCCEEDS(CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction, const CUlaunchConfig*), *clusters = 66)
+CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t,
+                             CUdriverProcAddressQueryResult* result) {
   Dl_info own;
   dladdr((void*)cuGetProcAddress_v2, &own);
   void* library = dlopen(own.dli_fname, RTLD_LAZY);

@@ -15,6 +15,13 @@ extern std::recursive_mutex global_lock;
   LOCK;                     \
   if (cudaError_t error = forbidden_while_capturing(__func__)) return error;
 
+// Define a function that writes its answers and returns 0, which is success.
+#define SUCCEEDS(function, ...) \
+  function {                    \
+    __VA_ARGS__;                \
+    return {};                  \
+  }
+
 // Record work of `amount` (threads, bytes, elements) on a stream; return an error if a GPU would refuse it.
 cudaError_t work(cudaStream_t stream, const std::string& name, size_t amount);
 // Whether work on the stream is captured into a graph instead of done.

@@ -1,7 +1,7 @@
 """Launches, waits and copies of one training step of each CIFAR block, counted on the fake CUDA runtime.
 
-    python -m tests.fake_cuda.golden_steps                              # rewrite golden_steps.txt
-    python -m tests.fake_cuda.golden_steps --kinds cifar100.yaml#bs256  # one block's launches by kernel
+    python -m tests.fake_cuda.golden_steps          # rewrite golden_steps.txt
+    python -m tests.fake_cuda.golden_steps GROUP... # print the lines of groups of blocks
 
 The Trainer's loop runs on black images of the block's size, in one process; dataparallel has two devices. A step spans
 two polls for signals: the prefetch of the next batch and the step itself, without log points.
@@ -13,12 +13,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -49,31 +45,20 @@ WIDTHS = (9, 7, 8, 6, 11, 8)
 HEADER = f"{'block':49} launches graphs in them waits  to device to host  replaced; same step as"
 
 
-@dataclass(frozen=True)
-class Step:
-    """Counts of one step: launches by the host, graphs among them and their kernels, host waits, bytes copied."""
-
-    launches: int
-    graphs: int
-    kernels_in_graphs: int
-    waits: int
-    to_device: int
-    to_host: int
-
-
-def versions() -> str:
+def versions():
     """Return the versions that the counts depend on."""
     return f"torch {torch.__version__.split('+')[0]}"
 
 
-def count(work: Sequence[runtime.Work]) -> Step:
-    ledger = runtime.Ledger(list(work))
+def count(work):
+    """Count launches by the host, graphs among them and their kernels, host waits, and bytes to device and to host."""
+    ledger = runtime.Ledger(work)
     graphs = [entry.amount for entry in ledger.kernels if entry.name == "graph"]
     copied = [ledger.bytes_copied(direction) for direction in ("to device", "to host")]
-    return Step(len(ledger.kernels), len(graphs), sum(graphs), len(ledger.waits), *copied)
+    return len(ledger.kernels), len(graphs), sum(graphs), len(ledger.waits), *copied
 
 
-def as_counted(config: Config) -> tuple[Config, str]:
+def as_counted(config):
     """Return the block as it runs here, and a description of its replaced settings."""
     changes: dict[str, object] = {"num_data_workers": 0, "enable_profiling": False, "log_freq": 1000}
     changes |= {"log_to_screen": False, "log_to_tensorboard": False, "limit_train_batches": None}
@@ -86,57 +71,54 @@ def as_counted(config: Config) -> tuple[Config, str]:
     return Config(**config.model_dump() | changes | replaced), ", ".join(map(" ".join, replaced.items()))
 
 
-def scales_loss(config: Config) -> bool:
+def scales_loss(config):
     """Whether the loss is scaled."""
     return choose_precision(config, torch.device("cuda")).loss_scale is not None
 
 
-def key_of(config: Config) -> str:
+def key_of(config):
     """Return a key that is equal for blocks with equal steps: the settings that affect a step."""
     precision = choose_precision(config, torch.device("cuda"))
     values = {key: value for key, value in config.model_dump().items() if not NOT_OF_THE_STEP.fullmatch(key)}
     for key in ("enable_extra_opts", "enable_amp", "amp_dtype", "opt_level", "keep_batchnorm_fp32", "loss_scale"):
         del values[key]
-    values["precision"] = precision.level == "O0" or (
-        precision.low_precision_dtype,
-        precision.level,
-        precision.keep_batchnorm_fp32,
-    )
+    kind = precision.low_precision_dtype, precision.level, precision.keep_batchnorm_fp32
+    values["precision"] = precision.level == "O0" or kind
     values["loss_scale"] = "dynamic" if precision.loss_scale == "dynamic" else precision.loss_scale is not None
     values |= {key: config.extra_opt(key) for key in ("fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark")}
     return json.dumps(values, sort_keys=True, default=str)
 
 
-def trace(config: Config) -> list[runtime.Work]:
-    """Return the work of one step after warm-up and capture; its counts must equal those of the step before."""
+def count_step(config):
+    """Return the counts of one step after warm-up and capture, which must equal those of the step before."""
     device = torch.device("cuda", 0)
     steps = GRAPH_WARMUP_STEPS + 4 if wants_graphs(config, device) else 4
     config = Config(**config.model_dump() | {"limit_train_batches": steps})
     with tempfile.TemporaryDirectory() as folder:
         trainer = train.Trainer(config, World(rank=0, local_rank=0, world_size=1, device=device), Path(folder))
         marks: list[int] = []
-        trainer._log_point = lambda number, images: None  # type: ignore[method-assign]
-        trainer._handle_requests = lambda *, stop: marks.append(runtime.position())  # type: ignore[method-assign]
+        trainer._log_point = lambda number, images: None
+        trainer._handle_requests = lambda *, stop: marks.append(runtime.position())
         logger = RunLogger(Path(folder), enabled=False, to_screen=False, to_tensorboard=False)
         with logger.open(epoch=0, step=0) as trainer.run.log, runtime.record() as ledger:
             trainer.train_one_epoch()
-    last, before = (ledger.work[start:end] for start, end in list(pairwise(marks))[-2:])
-    if count(last) != count(before):
-        raise RuntimeError(f"steps differ from each other: {count(before)}, then {count(last)}")
+    before, last = (count(ledger.work[start:end]) for start, end in list(pairwise(marks))[-2:])
+    if last != before:
+        raise RuntimeError(f"steps differ from each other: {before}, then {last}")
     return last
 
 
-def prepare() -> None:
+def prepare():
     """Skip initialisation and data loading, since nothing is computed except values that the host reads."""
     for name in ("kaiming_normal_", "kaiming_uniform_", "trunc_normal_", "normal_", "uniform_"):
         setattr(torch.nn.init, name, lambda tensor, *arguments, **options: tensor)
     opened, build_optimizer = train.open_dataset, learner.build_optimizer
 
-    def computed(*arguments: Any, **options: Any) -> torch.optim.Optimizer:
+    def computed(*arguments, **options):
         with Arithmetic():  # PyTorch's optimizers compare a learning rate on the device with 0
             return build_optimizer(*arguments, **options)
 
-    def step_anyway(scaler: Any, optimizer: torch.optim.Optimizer, state: dict[str, Any], *_: Any) -> None:
+    def step_anyway(scaler, optimizer, state, *_):
         sum(found.item() for found in state["found_inf_per_device"].values())  # waits; the value is garbage
         optimizer.step()
 
@@ -144,10 +126,10 @@ def prepare() -> None:
         data.black_images(config) if config.dataset in data.DATASET_SIZES else opened(config, world)
     )
     learner.build_optimizer = computed
-    torch.amp.GradScaler._maybe_opt_step = step_anyway  # type: ignore[method-assign]
+    torch.amp.GradScaler._maybe_opt_step = step_anyway
 
 
-def groups() -> dict[str, list[tuple[str, Config]]]:
+def groups():
     """Return {group: [(FILE#BLOCK, its configuration)]}, a group for each file and one for compiled steps."""
     found: dict[str, list[tuple[str, Config]]] = {path.name: [] for path in FILES} | {COMPILED: []}
     for path in FILES:
@@ -158,26 +140,26 @@ def groups() -> dict[str, list[tuple[str, Config]]]:
     return found
 
 
-def rows(group: str) -> Iterator[str]:
+def rows(group):
     """Yield the table's lines of a group's blocks."""
-    counted: dict[str, tuple[str, Step]] = {}
+    counted: dict[str, tuple[str, tuple[int, ...]]] = {}
     for block, own in groups()[group]:
         config, replaced = as_counted(own)
         key = key_of(config)
         if key not in counted:
-            counted[key] = block, count(trace(config))
+            counted[key] = block, count_step(config)
         first, step = counted[key]
-        numbers = "".join(f"{number:>{width}}" for number, width in zip(asdict(step).values(), WIDTHS, strict=True))
+        numbers = "".join(f"{number:>{width}}" for number, width in zip(step, WIDTHS, strict=True))
         yield f"{block:49}{numbers}  {'; '.join(filter(None, [replaced, first if first != block else '']))}".rstrip()
 
 
-def recorded() -> tuple[str, dict[str, str]]:
+def recorded():
     """Return the versions that the table was counted with, and its line for each block."""
     first, _, *lines = TABLE.read_text(encoding="utf-8").splitlines()
     return first.removeprefix("# ").split(" | ")[0], {line.split()[0]: line for line in lines}
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments):
     if not runtime.is_active():
         with tempfile.TemporaryDirectory() as folder:
             build(Path(folder))
@@ -185,14 +167,7 @@ def main(arguments: Sequence[str]) -> int:
             command = [sys.executable, "-m", __spec__.name, *arguments]
             return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
     prepare()
-    if arguments[:1] == ["--kinds"]:
-        for block in arguments[1:]:
-            path, _, name = block.partition("#")
-            config, replaced = as_counted(load_config(ROOT / "config" / path, name))
-            print(f"{block} {replaced}".rstrip())
-            launches = Counter(entry.name[:100] for entry in runtime.Ledger(trace(config)).kernels)
-            print("\n".join(f"{number:6} {name}" for name, number in launches.most_common()))
-    elif arguments:
+    if arguments:
         for group in arguments:
             print("\n".join(rows(group)))
     else:

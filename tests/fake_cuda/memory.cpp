@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <utility>
 
 #include "fake_cuda.h"
 
@@ -76,23 +77,14 @@ extern "C" {
 int fake_cuda_on_device(const void* pointer) { return on_device(pointer); }  // for driver.cpp, another library
 
 // ---- devices
-cudaError_t cudaGetDeviceCount(int* count) {
-  *count = count_devices();
-  return cudaSuccess;
-}
-cudaError_t cudaGetDevice(int* number) {
-  *number = device;
-  return cudaSuccess;
-}
+SUCCEEDS(cudaError_t cudaGetDeviceCount(int* count), *count = count_devices())
+SUCCEEDS(cudaError_t cudaGetDevice(int* number), *number = device)
 cudaError_t cudaSetDevice(int number) {
   if (number < 0 || number >= count_devices()) return failed(cudaErrorInvalidDevice);
   device = number;
   return cudaSuccess;
 }
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = 13000;
-  return cudaSuccess;
-}
+SUCCEEDS(cudaError_t cudaDriverGetVersion(int* version), *version = 13000)
 cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int number) {
   cudaDeviceProp& p = *properties;
@@ -114,108 +106,34 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int num
   cudaDeviceProp p;
   cudaGetDeviceProperties(&p, number);
   static const std::map<int, int> known = {
-      {cudaDevAttrMultiProcessorCount, p.multiProcessorCount},
-      {cudaDevAttrComputeCapabilityMajor, p.major},
-      {cudaDevAttrComputeCapabilityMinor, p.minor},
-      {cudaDevAttrMaxThreadsPerBlock, p.maxThreadsPerBlock},
-      {cudaDevAttrMaxThreadsPerMultiProcessor, p.maxThreadsPerMultiProcessor},
-      {cudaDevAttrMaxBlocksPerMultiprocessor, p.maxBlocksPerMultiProcessor},
-      {cudaDevAttrMaxSharedMemoryPerBlock, p.sharedMemPerBlock},
-      {cudaDevAttrMaxSharedMemoryPerBlockOptin, p.sharedMemPerBlockOptin},
-      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, p.sharedMemPerMultiprocessor},
-      {cudaDevAttrMaxRegistersPerBlock, p.regsPerBlock},
-      {cudaDevAttrMaxRegistersPerMultiprocessor, p.regsPerMultiprocessor},
-      {cudaDevAttrWarpSize, p.warpSize},
-      {cudaDevAttrMaxGridDimX, p.maxGridSize[0]},
-      {cudaDevAttrMaxGridDimY, p.maxGridSize[1]},
-      {cudaDevAttrMaxGridDimZ, p.maxGridSize[2]},
-      {cudaDevAttrMaxBlockDimX, p.maxThreadsDim[0]},
-      {cudaDevAttrMaxBlockDimY, p.maxThreadsDim[1]},
-      {cudaDevAttrL2CacheSize, p.l2CacheSize},
-      {cudaDevAttrClockRate, 1980000},
-      {cudaDevAttrMemoryClockRate, 3201000},
-      {cudaDevAttrGlobalMemoryBusWidth, p.memoryBusWidth},
-      {cudaDevAttrCanMapHostMemory, 1},
-      {cudaDevAttrUnifiedAddressing, 1},
-      {cudaDevAttrCooperativeLaunch, 1},
-      {cudaDevAttrMemoryPoolsSupported, 1},
+      {cudaDevAttrMultiProcessorCount, p.multiProcessorCount}, {cudaDevAttrMaxThreadsPerBlock, p.maxThreadsPerBlock},
+      {cudaDevAttrComputeCapabilityMajor, p.major}, {cudaDevAttrComputeCapabilityMinor, p.minor},
+      {cudaDevAttrMaxThreadsPerMultiProcessor, p.maxThreadsPerMultiProcessor}, {cudaDevAttrWarpSize, p.warpSize},
+      {cudaDevAttrMaxSharedMemoryPerBlock, p.sharedMemPerBlock}, {cudaDevAttrMaxGridDimX, p.maxGridSize[0]},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, p.sharedMemPerBlockOptin}, {cudaDevAttrL2CacheSize, p.l2CacheSize},
+      {cudaDevAttrMaxRegistersPerBlock, p.regsPerBlock}, {cudaDevAttrMaxGridDimY, p.maxGridSize[1]},
+      {cudaDevAttrClockRate, 1980000}, {cudaDevAttrMemoryClockRate, 3201000},
+      {cudaDevAttrGlobalMemoryBusWidth, p.memoryBusWidth}, {cudaDevAttrUnifiedAddressing, 1},
   };
   auto found = known.find(attribute);
   *value = found == known.end() ? 0 : found->second;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  *least = 0, *greatest = -5;
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
-  *can = 1;
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int number) {
-  snprintf(text, length, "0000:%02x:00.0", 1 + number);
-  return cudaSuccess;
-}
-cudaError_t cudaDeviceSynchronize() {
-  NOT_WHILE_CAPTURING
-  host_waits("cudaDeviceSynchronize");
-  return cudaSuccess;
-}
-cudaError_t cudaGetLastError() {
-  cudaError_t error = last_error;
-  last_error = cudaSuccess;
-  return error;
-}
+SUCCEEDS(cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest), *least = 0, *greatest = -5)
+SUCCEEDS(cudaError_t cudaDeviceCanAccessPeer(int* can, int, int), *can = 1)
+SUCCEEDS(cudaError_t cudaDeviceSynchronize(), NOT_WHILE_CAPTURING host_waits("cudaDeviceSynchronize"))
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return last_error; }
-const char* cudaGetErrorName(cudaError_t error) { return error ? "an error of the fake CUDA runtime" : "cudaSuccess"; }
-const char* cudaGetErrorString(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess: return "no error";
-    case cudaErrorMemoryAllocation: return "out of memory";
-    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
-    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
-    case cudaErrorStreamCaptureUnjoined: return "capturing stream has unjoined work";
-    case cudaErrorStreamCaptureIsolation: return "dependency created on uncaptured work in another stream";
-    case cudaErrorStreamCaptureImplicit: return "operation would make the legacy stream depend on a capturing stream";
-    case cudaErrorCapturedEvent: return "operation not permitted on an event last recorded in a capturing stream";
-    default: return "an error of the fake CUDA runtime";
-  }
-}
+const char* cudaGetErrorString(cudaError_t error) { return error ? "an error of the fake CUDA runtime" : "no error"; }
+const char* cudaGetErrorName(cudaError_t error) { return cudaGetErrorString(error); }
 
 // ---- memory
-cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  NOT_WHILE_CAPTURING
-  return on_gpu.take(pointer, bytes);
-}
-cudaError_t cudaFree(void* pointer) {
-  NOT_WHILE_CAPTURING
-  return pointer ? on_gpu.give_back(pointer) : cudaSuccess;
-}
-cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
-cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) { return cudaFree(pointer); }
-cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned) {
-  NOT_WHILE_CAPTURING
-  return pinned.take(pointer, bytes);
-}
-cudaError_t cudaFreeHost(void* pointer) {
-  NOT_WHILE_CAPTURING
-  return pinned.give_back(pointer);
-}
-cudaError_t cudaHostRegister(void* pointer, size_t bytes, unsigned) {
-  NOT_WHILE_CAPTURING
-  pinned.blocks[(char*)pointer] = {bytes, device};
-  return cudaSuccess;
-}
-cudaError_t cudaHostUnregister(void* pointer) {
-  NOT_WHILE_CAPTURING
-  pinned.blocks.erase((char*)pointer);
-  return cudaSuccess;
-}
-cudaError_t cudaMemGetInfo(size_t* available, size_t* all) {
-  LOCK;
-  *all = TOTAL, *available = TOTAL - on_gpu.totals[device];
-  return cudaSuccess;
-}
+cudaError_t cudaMalloc(void** pointer, size_t bytes) { NOT_WHILE_CAPTURING return on_gpu.take(pointer, bytes); }
+cudaError_t cudaFree(void* pointer) { NOT_WHILE_CAPTURING return pointer ? on_gpu.give_back(pointer) : cudaSuccess; }
+cudaError_t cudaHostAlloc(void** to, size_t bytes, unsigned) { NOT_WHILE_CAPTURING return pinned.take(to, bytes); }
+cudaError_t cudaFreeHost(void* pointer) { NOT_WHILE_CAPTURING return pinned.give_back(pointer); }
+SUCCEEDS(cudaError_t cudaMemGetInfo(size_t* available, size_t* all),
+         LOCK; *all = TOTAL, *available = TOTAL - on_gpu.totals[device])
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   LOCK;
   *attributes = {cudaMemoryTypeUnregistered, -2, nullptr, (void*)pointer};
@@ -227,12 +145,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 }
 
 // ---- copies: done at once unless captured
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-  NOT_WHILE_CAPTURING
-  host_waits("cudaMemcpy");
-  memmove(to, from, bytes);
-  return cudaSuccess;
-}
+SUCCEEDS(cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind),
+         NOT_WHILE_CAPTURING host_waits("cudaMemcpy"); memmove(to, from, bytes))
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   LOCK;
   cudaError_t error = work(stream, describe_copy(to, from), bytes);
@@ -242,28 +156,18 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
   return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
 }
-cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
-                              cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind, cudaStream_t stream) {
   LOCK;
   cudaError_t error = work(stream, describe_copy(to, from), width * height);
   for (size_t row = 0; !error && !is_capturing(stream) && row < height; row++)
     memmove((char*)to + row * to_pitch, (char*)from + row * from_pitch, width);
   return error;
 }
-cudaError_t cudaMemset(void* to, int value, size_t bytes) {
-  NOT_WHILE_CAPTURING
-  memset(to, value, bytes);
-  return cudaSuccess;
-}
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   LOCK;
   cudaError_t error = work(stream, "memset", bytes);
   if (!error && !is_capturing(stream)) memset(to, value, bytes);
   return error;
-}
-cudaError_t cudaGetSymbolAddress(void** pointer, const void*) {
-  static char symbol[65536];
-  *pointer = symbol;
-  return cudaSuccess;
 }
 }

@@ -1,7 +1,6 @@
 """pytest plugin to run the tests marked gpu on the fake CUDA runtime; run.sh loads it."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch  # noqa: F401 - before arithmetic, which `with.sh --compute` starts once torch is imported
@@ -9,13 +8,13 @@ import torch  # noqa: F401 - before arithmetic, which `with.sh --compute` starts
 from tests.fake_cuda import arithmetic, runtime
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     if not runtime.is_active():
         raise pytest.UsageError("the fake CUDA runtime is not loaded: run tests/fake_cuda/run.sh")
     arithmetic.start()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     for item in items:
         marker = item.get_closest_marker("real_gpu")
         if marker:
@@ -23,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_violations() -> Iterator[None]:
+def _no_violations():
     """Fail a test that made a call that a GPU would refuse, even if the test passed."""
     runtime.take_violations()
     yield

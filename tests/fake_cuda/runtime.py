@@ -2,15 +2,14 @@
 
 import ctypes
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 WAIT = "WAIT "
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """A kernel, copy or graph on a stream, or a host wait, whose name begins with `WAIT`."""
 
     name: str
@@ -24,25 +23,25 @@ class Ledger:
     work: list[Work] = field(default_factory=list)
 
     @property
-    def kernels(self) -> list[Work]:
+    def kernels(self):
         """All entries but waits and copies."""
         return [entry for entry in self.work if not entry.name.startswith((WAIT, "copy "))]
 
     @property
-    def waits(self) -> list[str]:
+    def waits(self):
         return [entry.name.removeprefix(WAIT) for entry in self.work if entry.name.startswith(WAIT)]
 
-    def bytes_copied(self, direction: str) -> int:
+    def bytes_copied(self, direction):
         """Bytes "to device" or "to host"."""
         return sum(entry.amount for entry in self.work if entry.name.startswith(f"copy {direction}"))
 
 
-def is_active() -> bool:
+def is_active():
     """Whether this process runs on the fake runtime."""
     return "libfake_cuda" in os.environ.get("LD_PRELOAD", "")
 
 
-def load_library() -> ctypes.CDLL:
+def load_library():
     library = ctypes.CDLL(None)  # the fake runtime is preloaded
     library.fake_cuda_name.restype = library.fake_cuda_violation.restype = ctypes.c_char_p
     for name in ("entries", "amount", "violations"):
@@ -52,13 +51,13 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def position() -> int:
+def position():
     """Return the number of entries so far in the current `record()` block."""
     return load_library().fake_cuda_entries()
 
 
 @contextmanager
-def record() -> Iterator[Ledger]:
+def record():
     """Record the work of all threads of this process."""
     library, ledger = load_library(), Ledger()
     library.fake_cuda_record(1)
@@ -72,7 +71,7 @@ def record() -> Iterator[Ledger]:
         ]
 
 
-def take_violations() -> list[str]:
+def take_violations():
     """Return and clear the calls that a GPU would refuse or that would go wrong on one."""
     library = load_library()
     violations = [library.fake_cuda_violation(i).decode() for i in range(library.fake_cuda_violations())]

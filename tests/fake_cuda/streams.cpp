@@ -24,6 +24,10 @@ struct Graph {
     return false;
   }
 };
+cudaError_t refused(const std::string& what, cudaError_t error) {
+  violation(what);
+  return failed(error);
+}
 struct Stream;
 struct Capture {
   unsigned long long id;
@@ -36,13 +40,11 @@ struct Capture {
 
   cudaError_t spoil(const std::string& why, cudaError_t error) {
     invalid = true;
-    violation(why);
-    return failed(error);
+    return refused(why, error);
   }
 };
 struct Stream {
   unsigned flags = 0;
-  int priority = 0;
   Capture* capture = nullptr;
   std::vector<int> last;  // nodes of the capture that the next one will wait for
 };
@@ -122,18 +124,8 @@ int fake_cuda_live_graphs_with_nccl() { return live_graphs_with_nccl; }
 cudaError_t fake_cuda_work(cudaStream_t stream, const char* name, size_t amount) { return work(stream, name, amount); }
 
 // ---- streams
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
-  *stream = (cudaStream_t) new Stream{flags, priority};
-  return cudaSuccess;
-}
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-  return cudaStreamCreateWithPriority(stream, flags, 0);
-}
-cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
-  *priority = find(stream)->priority;
-  return cudaSuccess;
-}
+SUCCEEDS(cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int),
+         *stream = (cudaStream_t) new Stream{flags})
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   NOT_WHILE_CAPTURING
   Capture* capture = find(stream)->capture;
@@ -145,22 +137,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   host_waits("cudaStreamSynchronize");
   return cudaSuccess;
 }
-cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-  LOCK;
-  cudaError_t error = work(stream, "host function", 1);
-  if (!error && !is_capturing(stream)) function(data);
-  return error;
-}
-cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
-  function(stream, cudaSuccess, data);
-  return cudaSuccess;
-}
-
 // ---- events
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
-  *event = (cudaEvent_t) new Event{flags};
-  return cudaSuccess;
-}
+SUCCEEDS(cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags),
+         *event = (cudaEvent_t) new Event{flags})
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, unsigned flags) {
   LOCK;
@@ -172,7 +151,9 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
   event->last = find(stream)->last;
   return cudaSuccess;
 }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return cudaEventRecordWithFlags(event, stream, 0);
+}
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   NOT_WHILE_CAPTURING
   Capture* capture = ((Event*)handle)->capture;
@@ -191,8 +172,8 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
   LOCK;
   for (auto* event : {(Event*)from, (Event*)to}) {
     if (event->recorded && !event->capture && !(event->flags & cudaEventDisableTiming)) continue;
-    violation("elapsed time of an event that was not recorded, or recorded in a capture, or without timing");
-    return failed(cudaErrorInvalidResourceHandle);
+    return refused("elapsed time of an event that was not recorded, or recorded in a capture, or without timing",
+                   cudaErrorInvalidResourceHandle);
   }
   *milliseconds = std::max(1e-3, ((Event*)to)->milliseconds - ((Event*)from)->milliseconds);
   return cudaSuccess;
@@ -207,16 +188,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t what, unsigned 
     return stream->capture->spoil("a capturing stream waits for work outside the capture",
                                   cudaErrorStreamCaptureIsolation);
   }
-  if (!live.count(event->capture)) {
-    violation("a stream waits for an event of a capture that has ended");
-    return failed(cudaErrorCapturedEvent);
-  }
+  if (!live.count(event->capture))
+    return refused("a stream waits for an event of a capture that has ended", cudaErrorCapturedEvent);
   if (stream == &legacy)
     return event->capture->spoil("the legacy stream waits for a capture", cudaErrorStreamCaptureImplicit);
-  if (stream->capture && stream->capture != event->capture) {
-    violation("a capturing stream waits for another capture");
-    return failed(cudaErrorStreamCaptureMerge);
-  }
+  if (stream->capture && stream->capture != event->capture)
+    return refused("a capturing stream waits for another capture", cudaErrorStreamCaptureMerge);
   stream->capture = event->capture;  // from now on its work is captured too
   stream->capture->streams.insert(stream);
   std::set<int> both(stream->last.begin(), stream->last.end());
@@ -226,27 +203,18 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t what, unsigned 
 }
 
 // ---- captures
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  std::swap(*mode, mode_of_thread);
-  return cudaSuccess;
-}
+SUCCEEDS(cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode), std::swap(*mode, mode_of_thread))
 cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
   LOCK;
   static unsigned long long captures = 0;
   Stream* stream = find(handle);
-  if (stream == &legacy) {
-    violation("a capture of the legacy stream");
-    return failed(cudaErrorStreamCaptureUnsupported);
-  }
+  if (stream == &legacy)
+    return refused("a capture of the legacy stream", cudaErrorStreamCaptureUnsupported);
   if (stream->capture) return failed(cudaErrorIllegalState);
   stream->capture = new Capture{++captures, mode, std::this_thread::get_id(), stream, {stream}};
   stream->last.clear();
   live.insert(stream->capture);
   return cudaSuccess;
-}
-cudaError_t cudaStreamBeginCaptureToGraph(cudaStream_t stream, cudaGraph_t, const cudaGraphNode_t*,
-                                          const cudaGraphEdgeData*, size_t, cudaStreamCaptureMode mode) {
-  return cudaStreamBeginCapture(stream, mode);
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   LOCK;
@@ -267,18 +235,13 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   }
   live.erase(capture);
   if (capture->invalid) return failed(cudaErrorStreamCaptureInvalidated);
-  if (!loose.empty()) {
-    violation("a capture ends with unjoined work:" + loose);
-    return failed(cudaErrorStreamCaptureUnjoined);
-  }
+  if (!loose.empty())
+    return refused("a capture ends with unjoined work:" + loose, cudaErrorStreamCaptureUnjoined);
   *graph = (cudaGraph_t)capture->graph;
   return cudaSuccess;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  LOCK;
-  *status = status_of(find(stream)->capture);
-  return cudaSuccess;
-}
+SUCCEEDS(cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status),
+         LOCK; *status = status_of(find(stream)->capture))
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
                                      cudaGraph_t* graph, const cudaGraphNode_t** last, const cudaGraphEdgeData** edges,
                                      size_t* count) {
@@ -295,14 +258,6 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatu
   if (last) *last = handles.data();
   if (edges) *edges = nullptr;
   if (count) *count = handles.size();
-  return cudaSuccess;
-}
-cudaError_t cudaStreamUpdateCaptureDependencies(cudaStream_t stream, cudaGraphNode_t* nodes, const cudaGraphEdgeData*,
-                                                size_t count, unsigned flags) {
-  LOCK;
-  auto& last = find(stream)->last;
-  if (flags == cudaStreamSetCaptureDependencies) last.clear();
-  for (size_t i = 0; i < count; i++) last.push_back((int)(intptr_t)nodes[i] - 1);
   return cudaSuccess;
 }
 
@@ -335,7 +290,7 @@ void** __cudaRegisterFatBinary(void*) {
   return module;
 }
 char __cudaInitModule(void**) { return 1; }
-void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name) {
   LOCK;
   kernels[host] = name;
 }
@@ -345,41 +300,27 @@ struct Configuration {
   cudaStream_t stream;
 };
 static thread_local std::vector<Configuration> configurations;
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
-  configurations.push_back({grid, block, shared, stream});
-  return 0;
-}
+SUCCEEDS(unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream),
+         configurations.push_back({grid, block, shared, stream}))
 cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
   Configuration last = configurations.back();
   configurations.pop_back();
   *grid = last.grid, *block = last.block, *shared = last.shared, *(cudaStream_t*)stream = last.stream;
   return cudaSuccess;
 }
-cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
-  *kernel = (cudaKernel_t)function;
-  return cudaSuccess;
-}
+SUCCEEDS(cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function), *kernel = (cudaKernel_t)function)
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void**, size_t, cudaStream_t stream) {
   LOCK;
   size_t blocks = (size_t)grid.x * grid.y * grid.z, threads = (size_t)block.x * block.y * block.z;
   auto kernel = kernels.find(function);
   std::string name = kernel == kernels.end() ? "unknown kernel" : kernel->second;
-  if (!blocks || !threads || threads > 1024 || grid.y > 65535 || grid.z > 65535) {
-    violation("a launch with a grid that no GPU accepts: " + name);
-    return failed(cudaErrorInvalidConfiguration);
-  }
+  if (!blocks || !threads || threads > 1024 || grid.y > 65535 || grid.z > 65535)
+    return refused("a launch with a grid that no GPU accepts: " + name, cudaErrorInvalidConfiguration);
   return work(stream, name, blocks * threads);
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
                                cudaStream_t stream) {
   return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
-}
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
-  return cudaLaunchKernel(function, config->gridDim, config->blockDim, arguments, 0, config->stream);
-}
-cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
-                                        cudaStream_t stream) {
-  return cudaLaunchKernel(function, grid, block, arguments, shared, stream);
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
@@ -387,28 +328,11 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->binaryVersion = attributes->ptxVersion = 90;
   return cudaSuccess;
 }
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t, unsigned) {
-  *blocks = 4;
-  return cudaSuccess;
-}
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
-  *blocks = 4;
-  return cudaSuccess;
-}
 static int nothing() { return 0; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
   *function = (void*)nothing;
   if (result) *result = cudaDriverEntryPointSuccess;
-  return cudaSuccess;
-}
-cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const void*, cudaJitOption*, void**, unsigned,
-                                cudaLibraryOption*, void**, unsigned) {
-  *library = (cudaLibrary_t)1;
-  return cudaSuccess;
-}
-cudaError_t cudaLibraryGetKernel(cudaKernel_t* kernel, cudaLibrary_t, const char*) {
-  *kernel = (cudaKernel_t)1;
   return cudaSuccess;
 }
 }

@@ -3,30 +3,26 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 aten = torch.ops.aten
 
 
-def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+def _per_channel(values, like):
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def _sum(x: Tensor) -> Tensor:
+def _sum(x):
     return x.sum([dim for dim in range(x.dim()) if dim != 1])
 
 
-def _stats(x: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _stats(x, epsilon):
     """Return mean and 1 / standard deviation of this rank's images."""
     count = x.numel() // x.shape[1]
     mean = _sum(x) / count
     return mean, torch.rsqrt(_sum((x - _per_channel(mean, x)) ** 2) / count + epsilon)
 
 
-def _gather_stats(
-    x: Tensor, means: Tensor, invstds: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float,
-    epsilon: float, counts: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _gather_stats(x, means, invstds, running_mean, running_var, momentum, epsilon, counts):
     """Combine the statistics [R, C] of all ranks, of `counts` [R] numbers each; update the running statistics."""
     total, weights = counts.sum(), counts.view(-1, 1)
     mean = (means * weights).sum(0) / total
@@ -36,22 +32,17 @@ def _gather_stats(
     return mean, torch.rsqrt(var + epsilon)
 
 
-def _normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, epsilon: float) -> Tensor:
+def _normalise(x, weight, bias, mean, invstd, epsilon):
     return (x - _per_channel(mean, x)) * _per_channel(invstd * weight, x) + _per_channel(bias, x)
 
 
-def _reduce_gradient(
-    gradient: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, *wanted: bool
-) -> tuple[Tensor, ...]:
+def _reduce_gradient(gradient, x, mean, invstd, weight, *wanted):
     total = _sum(gradient)
     products = _sum(gradient * (x - _per_channel(mean, x)))
     return total, products, products * invstd, total.clone()
 
 
-def _gradient(
-    gradient: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, total: Tensor, products: Tensor,
-    counts: Tensor,
-) -> Tensor:  # fmt: skip
+def _gradient(gradient, x, mean, invstd, weight, total, products, counts):
     count = counts.sum()
     along = (x - _per_channel(mean, x)) * _per_channel(invstd**2 * products / count, x)
     return (gradient - _per_channel(total / count, x) - along) * _per_channel(invstd * weight, x)
