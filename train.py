@@ -47,16 +47,17 @@ from utils.distributed.ddp import WARNINGS
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World, pin_near_gpu
 from utils.errors import ExpectedError, Stopped, exit_in_a_line
+from utils.run.clock import Clock, process_age
 from utils.run.folder import open_run, write_description
 from utils.run.logging.environment import describe_environment
 from utils.run.meters import Meters
 from utils.run.preemption import StopRequests, ignore_signals, listen
+from utils.run.profile import capture
 from utils.run.run import Run
-from utils.timing.clock import Clock, process_age
+from utils.run.stragglers import StepWatch
 from utils.training.batches import TrainingBatches
 from utils.training.checks.dry_run import describe
 from utils.training.checks.start import check_network
-from utils.training.checks.stragglers import StepWatch
 from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import Learner, check_settings
 from utils.training.metrics.confusion import Confusion
@@ -96,8 +97,8 @@ class Trainer:
         self.learner, self.verifier = learner, Verifier(learner, world) if config.verify_every_steps else None
         check_network(learner, config.model, data["shape"], map(len, valid.batches(0)))
         self.watch = StepWatch(learner.model, world, clock)
-        mix = BatchMix(config, self.loaders.train.plan)
-        self.batches = TrainingBatches(config, self.loaders.train, mix, self.watch, learner.profiler, world.device)
+        mix, watch = BatchMix(config, self.loaders.train.plan), self.watch.batches
+        self.batches = TrainingBatches(config, self.loaders.train, mix, watch, learner.profiler, world.device)
 
         views, decay = config.test_time_views, config.ema_decay
         measures = {"images": valid.num_samples, "test_time_views": views, "ema_decay": decay}
@@ -128,7 +129,7 @@ class Trainer:
                 with self._profile(), self.learner.profiler.range(f"epoch {run.epoch + 1}"):
                     self.train_one_epoch()
                     train_metrics = run.check_finite(self.learner.sums.average(self.world))
-                    run.throughput.close_window()  # here, as a profile that ends writes its trace
+                    clock.close_window()  # here, as a profile that ends writes its trace
                 valid_metrics, confusion = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, confusion)
             if self.config.log_to_tensorboard:
@@ -158,12 +159,10 @@ class Trainer:
         self.requests.start_loop()
         if not run.batch:  # otherwise an earlier start began this epoch
             run.epoch_began = run.seconds
-        run.throughput.start_epoch()
         train_step = (self.verifier or learner).train_step
         for number, (images, labels) in self.batches.rest_of_epoch(run.epoch, run.batch):
             train_step(images, labels)
-            run.clock.count_step(learner.steps)
-            run.throughput.add(len(labels) * self.world.world_size)
+            run.clock.count_step(learner.steps, len(labels) * self.world.world_size)
             run.batch = number + 1
             run.log.advance_bar(run.batch)
             if run.batch == len(self.batches):
@@ -176,14 +175,13 @@ class Trainer:
     def _log_point(self, iteration: int, images: Tensor) -> None:
         run, learner = self.run, self.learner
         window = run.check_finite(learner.sums.average_since_last(self.world))
-        images_per_sec = run.throughput.close_window()
+        speeds = self.watch.close_window()
         values = {
             "loss": window["loss"],
             "learning_rate": learner.learning_rate,
-            "images_per_sec": images_per_sec,
             **learner.loss_scaler.metrics(),
-            **self.watch.close_window(),
-            **self.meters.window(images_per_sec, run.epoch),
+            **speeds,
+            **self.meters.window(speeds["images_per_sec"], run.epoch),
         }
         epoch, left = run.epoch + 1, run.time_left()
         self.world.main_only(lambda: run.log.log_step(epoch, iteration, learner.steps, values, left, images))
@@ -231,7 +229,7 @@ class Trainer:
             "acc1/train": train["acc1"],
             **{f"{name}/valid": value for name, value in valid.items()},
             "learning_rate": learner.learning_rate,
-            "images_per_sec": run.throughput.of_epoch(),
+            "images_per_sec": run.clock.images_per_sec(),
             "epoch_seconds": run.seconds - run.epoch_began,
             "seconds": run.seconds,
             **learner.loss_scaler.metrics(),
@@ -253,8 +251,8 @@ class Trainer:
         run, steps, names = self.run, self.learner.steps, self.run.data["class_names"]
         results = {f"best_{name}": run.best[name] for name in ("acc1", "epoch")}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
-        results |= {"seconds": run.seconds, "images_per_sec": run.throughput.overall()}
-        results |= self.meters.totals(run.throughput.images)
+        results |= {"seconds": run.seconds, "images_per_sec": run.clock.run().images_per_sec}
+        results |= self.meters.totals(run.clock.images)
         results |= {f"test_{name}": value for name, value in test.items()}
         counts = confusion.collect(self.world)
         self.world.main_only(lambda: run.log.log_end(run.epoch, steps, results, counts, names))
@@ -309,7 +307,7 @@ class Trainer:
         """PROF: every rank marks its ranges; the main process records them and reports."""
         if not self.config.enable_profiling or self.run.epoch + 1 != self.config.profiling_epoch_start:
             return nullcontext()
-        return self.learner.profiler.capture(self.run.folder if self.world.is_main else None, self.run.log.say)
+        return capture(self.learner.profiler, self.run.folder if self.world.is_main else None, self.run.log.say)
 
 
 @exit_in_a_line

@@ -88,7 +88,7 @@ def test_sbatch_commands_can_be_submitted(monkeypatch: pytest.MonkeyPatch):
 
 def test_nsys_commands_have_the_options_of_the_profiler():
     """torch.cuda.nvtx registers no names, so without these options nsys captures nothing."""
-    [wanted] = nsys_options(ROOT / "utils/timing/profiler.py")
+    [wanted] = nsys_options(ROOT / "utils/run/profile.py")
     assert "--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in wanted
     shown = {page.name: options for page in PAGES for options in nsys_options(page)}
     assert "profile.md" in shown

@@ -15,7 +15,7 @@ from utils import seeds
 from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
 from utils.run.logging.logger import RunLogger
-from utils.timing.trace import find_ranges, read_trace
+from utils.run.profile import find_ranges, read_trace
 from utils.training.batches import prefetch, resize
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import set_learning_rate

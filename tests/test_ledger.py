@@ -13,14 +13,14 @@ from tests.test_train import run as train_run
 from tools import runs
 from tools.runs import read_lines
 from train import Trainer
-from utils.timing.clock import ACTIVITIES, LOOP, Clock, process_age
+from utils.run.clock import ACTIVITIES, LOOP, Clock, process_age
 
 
 @pytest.fixture
 def now(monkeypatch):
     """A clock that only the test advances: now.seconds += 1."""
     now = SimpleNamespace(seconds=1000.0)
-    monkeypatch.setattr("utils.timing.clock.time", SimpleNamespace(perf_counter=lambda: now.seconds))
+    monkeypatch.setattr("utils.run.clock.time", SimpleNamespace(perf_counter=lambda: now.seconds))
     return now
 
 
@@ -38,7 +38,7 @@ def test_all_time_belongs_to_one_activity(now):
     assert clock.by_activity() == {
         "start": 6, "compile": 0, "train": 170, "replay": 0, "input": 0, "validation": 100, "test": 0, "checkpoint": 40
     }  # fmt: skip
-    assert clock.seconds(*LOOP) == 170 and clock.seconds(*ACTIVITIES) == clock.elapsed() == 316
+    assert clock.seconds(*LOOP) == 170 and clock.seconds(*ACTIVITIES) == 316
 
 
 def test_steps_up_to_the_last_of_an_earlier_start_are_replays(now):
@@ -53,6 +53,30 @@ def test_steps_up_to_the_last_of_an_earlier_start_are_replays(now):
             with clock.during("validation"):
                 now.seconds += 2
     assert clock.seconds("replay") == 3 and clock.seconds("train") == 2 and clock.seconds("validation") == 2
+
+
+def test_images_per_second_leave_the_first_window_of_each_start_out(now):
+    def window(images, seconds):
+        now.seconds += seconds
+        clock.count_step(0, images)
+        return clock.close_window().images_per_sec
+
+    clock = Clock()
+    clock.switch("train")
+    clock.start_epoch()
+    assert window(100, 50.0) == 2 == clock.images_per_sec() == clock.run().images_per_sec  # the only one
+    window(600, 2.0), window(400, 2.0)
+    assert clock.images_per_sec() == clock.run().images_per_sec == 250
+    now.seconds += 9  # between two epochs
+    clock.start_epoch()
+    window(300, 1.0), window(100, 1.0)
+    assert clock.images_per_sec() == 200 and clock.images == 1500
+    total, clock = clock.run(), Clock()
+    clock.total = total
+    clock.switch("train")
+    clock.start_epoch()
+    window(500, 100.0)
+    assert clock.images_per_sec() == 1400 / 6
 
 
 def begin(began, step=0):

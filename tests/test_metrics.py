@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from utils.run.clock import Clock
 from utils.run.logging.logger import RunLogger
-from utils.timing.clock import Clock
 from utils.training.metrics.sums import MetricSums
 
 TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
@@ -105,7 +105,7 @@ def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
 
 def test_time_left_is_forecast_by_the_pace_since_the_first_log_point(monkeypatch):
     clock, now = Clock(), [0.0]
-    monkeypatch.setattr(clock, "elapsed", lambda: now[0])
+    monkeypatch.setattr(clock, "seconds", lambda *_: now[0])
     now[0] = 50.0  # compilation; the run resumes in mid-epoch
     assert clock.time_left(0.5, 3) is None
     now[0] = 54.0

@@ -7,8 +7,8 @@ import re
 import torch
 
 from train import Trainer
-from utils.timing.profiler import Profiler
-from utils.timing.trace import RANGES, describe_trace, find_ranges, read_trace
+from utils.run.profile import RANGES, capture, describe_trace, find_ranges, read_trace
+from utils.training.profiler import Profiler
 
 ITERATIONS = 3
 
@@ -118,6 +118,6 @@ def test_a_cpu_summary_has_the_operators_own_times(tmp_path):
 def test_under_nsys_only_ranges_are_marked(tmp_path, monkeypatch):
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")
     profiler = Profiler(torch.device("cpu"))
-    with profiler.capture(tmp_path, print):
+    with capture(profiler, tmp_path, print):
         assert profiler.running
     assert list(tmp_path.iterdir()) == [] and not profiler.running

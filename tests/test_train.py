@@ -23,9 +23,7 @@ from utils.errors import CheckpointError, ExpectedError
 from utils.run.checkpoint.io import list_checkpoints
 from utils.run.logging.logger import RunLogger
 from utils.run.run import Run
-from utils.timing.clock import Clock
 from utils.training.checks.dry_run import activation_bytes_per_image
-from utils.training.metrics.throughput import Throughput
 
 
 def run(config, world, folder, resume="auto"):
@@ -110,7 +108,7 @@ def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, o
 
 def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, one_rank, tmp_path):
     first = run(tiny(log_freq=4), one_rank, tmp_path)
-    assert first.run.throughput.images == 2 * 4 * 32  # also those after an epoch's last log point
+    assert first.run.clock.images == 2 * 4 * 32  # also those after an epoch's last log point
     before = {name: (tmp_path / name).read_bytes() for name in ("config.yaml", "environment.json", "metrics.jsonl")}
     second = run(tiny(lr=0.5, log_freq=1), one_rank, tmp_path, resume=str(tmp_path))
     assert second.run.best == first.run.best
@@ -218,27 +216,6 @@ def test_non_finite_outputs_in_validation_only_end_the_run_without_a_best(tiny, 
     with pytest.raises(ExpectedError, match="outputs for some images are not finite"):
         trainer.train()
     assert not (tmp_path / "checkpoints/best.pt").exists() and read_records(tmp_path, "epoch") == []
-
-
-def test_images_per_second_leave_the_first_window_of_each_start_out(monkeypatch):
-    found = Throughput(clock := Clock())
-
-    def window(images, seconds):
-        monkeypatch.setattr(clock, "seconds", lambda *_: found._since + seconds)
-        found.add(images)
-        return found.close_window()
-
-    assert window(100, 50.0) == 2 == found.overall() == found.of_epoch()  # the only one
-    window(600, 2.0), window(400, 2.0)
-    assert found.overall() == found.of_epoch() == 250
-    found.start_epoch()
-    window(300, 1.0), window(100, 1.0)
-    assert found.of_epoch() == 200 and found.images == 1500
-    resumed, found = found.counted(), Throughput(clock)
-    found.resume(resumed)
-    found.start_epoch()
-    window(500, 100.0)
-    assert found.overall() == found.of_epoch() == 1400 / 6
 
 
 def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):

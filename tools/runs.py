@@ -26,7 +26,7 @@ from ruamel.yaml.error import YAMLError
 
 from tools.common import new_parser, path_argument, print_table
 from utils.errors import DataError, Stopped, exit_in_a_line
-from utils.timing.clock import ACTIVITIES
+from utils.run.clock import ACTIVITIES
 
 USEFUL = ("train", "input", "validation", "test")
 ENVIRONMENT = ("commit", "torch", "device", "world_size", "host")  # what --diff compares
@@ -193,7 +193,7 @@ class Ledger:
     """The time of a run over all of its starts."""
 
     starts: int
-    seconds: dict[str, float]  # by activity of utils/timing/clock.py, and "stopped"
+    seconds: dict[str, float]  # by activity of utils/run/clock.py, and "stopped"
 
     @property
     def wall(self) -> float:

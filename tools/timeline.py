@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from tools.common import COLOURS, check_writable, new_figure, new_parser, path_argument, printable, save
 from utils.errors import ConfigError, exit_in_a_line
-from utils.timing import trace
-from utils.timing.trace import GPU_WORK, Event
+from utils.run import profile as trace
+from utils.run.profile import GPU_WORK, Event
 
 ALL_REDUCES = re.compile("(?i)^(gloo:|ncclDev).*all_?reduce")  # `nccl:all_reduce` is only the host's launch
 # In the order of drawing: operators call operators, and the inner one covers the outer one, but `other` covers nothing.

@@ -15,8 +15,8 @@ from utils.data.datasets.dataset import Dataset
 from utils.distributed.config import DistributedConfig
 from utils.distributed.ddp import distribute
 from utils.distributed.world import World, choose_device
+from utils.run.stragglers import peak_memory
 from utils.training.batches import Batch, prefetch
-from utils.training.checks.stragglers import peak_memory
 from utils.training.learner import Learner
 from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
 

@@ -14,11 +14,10 @@ from utils.distributed.world import World
 from utils.errors import ExpectedError
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.pretrained import Pretrained, read_pretrained
+from utils.run.clock import WORK, Clock, Window
 from utils.run.logging.environment import describe_arithmetic
 from utils.run.logging.logger import RunLogger
-from utils.timing.clock import WORK, Clock
 from utils.training.learner import Classifier, Learner
-from utils.training.metrics.throughput import Throughput
 
 COMPLETE = 0.99  # of the images, at least, for a validation to count: the others may be unreadable
 
@@ -35,7 +34,6 @@ class Run:
         self.learner, self.data, self.measures, self.clock = learner, data, measures, clock
         screen, board, to = config.log_to_screen, config.log_to_tensorboard, config.log_to
         self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=to, clock=clock)
-        self.throughput = Throughput(clock)
         self.epoch = self.batch = 0  # finished epochs; batches trained in the next one
         self.best: dict[str, Any] = checkpoint.NO_BEST
         self.earlier_seconds = 0.0  # of training, in the starts before this one
@@ -80,7 +78,7 @@ class Run:
             best = f"the best weights are lost, the last ones are of epoch {self.epoch}"
         if finished_before:
             return f"Already finished: {best}; --resume never trains it again"
-        speed = self.throughput.overall()
+        speed = self.clock.run().images_per_sec
         per_image = f" ({1 / speed:.3g} seconds per image)" if speed else ""
         return f"Finished: {best}, {self.seconds:.1f} s, {speed:.1f} images/s{per_image}"
 
@@ -124,7 +122,7 @@ class Run:
             "logged_sums": learner.sums.logged,
             "best": self.best,
             "seconds": self.seconds,
-            "timing": [self.epoch_began, *self.throughput.counted()],
+            "timing": [self.epoch_began, *self.clock.run()[:2]],
             "ranks": self.world.all_gather(rank),
             "versions": describe_arithmetic(self.world.device),
         }
@@ -138,7 +136,7 @@ class Run:
         self.epoch, self.batch, self.best = state["epoch"], state["batch"], state["best"]
         self.earlier_seconds = state["seconds"]
         self.epoch_began, images, seconds = state["timing"]
-        self.throughput.resume((images, seconds))
+        self.clock.total = Window(images, seconds)
         self.saved_step = self.clock.step = learner.steps
         if len(ranks) == world.world_size:
             ranks = [ranks[world.rank]]

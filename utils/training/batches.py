@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from utils.data.loader import Loader
-from utils.timing.profiler import Profiler
-from utils.training.checks.stragglers import StepWatch
 from utils.training.config import RecipeConfig, SpeedConfig, TrainingConfig
+from utils.training.profiler import Profiler
 
 Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or class fractions [N, classes]
 Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed batch
@@ -23,7 +22,7 @@ class TrainingBatches:
     config: TrainingConfig
     loader: Loader
     mix: Mix
-    watch: StepWatch
+    watch: Callable[[Iterator[Batch]], Iterator[Batch]]  # times the wait for each batch
     profiler: Profiler
     device: torch.device
 
@@ -34,7 +33,7 @@ class TrainingBatches:
         """Yield (number, batch) from `first_batch` on; PROF: a batch's range includes the step that uses it."""
         self.loader.set_epoch(epoch, first_batch)
         size = training_size(self.config, epoch)
-        batches = self.watch.batches(prefetch(self.config, iter(self.loader), self.device))
+        batches = self.watch(prefetch(self.config, iter(self.loader), self.device))
         for number in range(first_batch, len(self.loader)):
             with self.profiler.range(f"iteration {number}"):
                 with self.profiler.range("data"):

@@ -18,7 +18,6 @@ from utils.distributed.ddp import distribute, synchronise_batch_norm
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
-from utils.timing.profiler import Profiler
 from utils.training.averages import build_ema
 from utils.training.config import TrainingConfig
 from utils.training.kernels.process import prepare_backends
@@ -27,6 +26,7 @@ from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import build_optimizer, load_optimizer, set_learning_rate, uses_fused_kernel
 from utils.training.optimizers.schedule import Plateau, Schedule
 from utils.training.precision import LossScaler, MasterWeights, choose_precision
+from utils.training.profiler import Profiler
 from utils.training.step import (
     CompileTimer,
     TrainStep,

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from utils.errors import ConfigError
-from utils.timing.profiler import Profiler
 from utils.training.averages import RunningStatistics
 from utils.training.config import HAVE_FUSED_KERNEL, SpeedConfig, TrainingConfig
 from utils.training.kernels.batch_norm import defer_batch_counters
 from utils.training.kernels.build import missing_compiler
 from utils.training.metrics.sums import MetricSums
 from utils.training.precision import LossScaler, MasterWeights, Precision
+from utils.training.profiler import Profiler
 
 # PyTorch requires 11 steps before it captures a graph with DDP (its notes on CUDA graphs), 3 without.
 GRAPH_WARMUP_STEPS = 11

@@ -18,9 +18,9 @@ from utils.base_config import BaseConfig
 from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped, print_text
 from utils.files import name_file_in_error, strict_json
+from utils.run.clock import Clock
 from utils.run.logging.tensorboard import TensorBoardWriter
 from utils.run.logging.trackers import Tracker
-from utils.timing.clock import Clock
 from utils.training.metrics.confusion import worst_classes
 
 UNWRITABLE = "the run's log cannot be written"

@@ -1,15 +1,30 @@
-"""PROF: read a Chrome trace of torch.profiler, and summarise it as text."""
+"""PROF: profile one epoch, and summarise the trace as text; docs/performance.md describes the output.
+
+Under Nsight Systems only the NVTX ranges are marked, since only one tool can listen to the driver:
+
+    nsys profile --trace=cuda,nvtx --capture-range=nvtx --nvtx-capture=PROFILE \\
+        --env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0 python train.py --config=bs256-prof
+
+The ranges do not wait for the GPU, which would change the timing: nsys shows each range's GPU time as the range's
+projection, and the summary counts the kernels launched in a range.
+"""
 
 import gzip
 import json
+import os
 import re
 import statistics
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+
+from utils.training.profiler import Profiler
 
 TRACE_FILE = "rank0.pt.trace.json.gz"  # in the folder profile/ of a run
 # the tutorial's ranges; `iteration 7` counts as `iteration`
@@ -22,6 +37,43 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")
 TRANSPOSES = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|aten::contiguous$", re.IGNORECASE)
 HOST_WAITS = re.compile(r"cuda(Device|Stream|Event)Synchronize|cudaMemcpy$")
 TOP = 8
+MEMORY_EVENTS = 100_000  # allocations in the snapshot, the newest
+
+
+@contextmanager
+def capture(profiler: Profiler, folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+    """Mark the range PROFILE, for which `nsys --nvtx-capture=PROFILE` waits. Without nsys, write a trace to
+    `folder`/profile (None: none) and its summary to `say`."""
+    records = folder is not None and "NSYS_PROFILING_SESSION_ID" not in os.environ
+    profiler.running = True
+    try:
+        recording = _record(folder / "profile", profiler.cuda, say) if folder and records else nullcontext()
+        with recording, profiler.range("PROFILE"):
+            yield
+    finally:
+        profiler.running = False
+
+
+@contextmanager
+def _record(folder: Path, cuda: bool, say: Callable[[str], None]) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    if cuda:
+        torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+    with torch.profiler.profile() as profile:  # of the CPU and of a GPU
+        yield
+        if cuda:
+            torch.cuda.synchronize()
+    if cuda:
+        torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)
+    path = folder / TRACE_FILE
+    profile.export_chrome_trace(str(path))
+    own_times = {row.key: row.self_cpu_time_total for row in profile.key_averages() if not row.is_user_annotation}
+    summary = describe_trace(read_trace(path), own_times)
+    (folder / "summary.txt").write_text(summary + "\n", encoding="utf-8")
+    for line in summary.splitlines():
+        say(line)
+    say(f"Trace for ui.perfetto.dev: {path}    this summary: {folder / 'summary.txt'}")
 
 
 class Event(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from utils.distributed.world import World
 from utils.program import command
-from utils.timing.clock import LOOP, Clock
+from utils.run.clock import Clock
 
 SLOW_FACTOR = 1.15  # a rank is slow above this many times the median of the other ranks
 MAX_INPUT_WAIT = 0.10  # fraction of an epoch's time
@@ -33,16 +33,14 @@ class StepWatch:
         self._windows: list[float] = []  # seconds per step between two log points, up to the last gradient
         self._history: deque[list[float]] = deque(maxlen=SLOW_WINDOWS)  # [log point][rank], over epochs
         self._reported: set[str] = set()
-        self._first = True
-        self._window = self._epoch = clock.by_activity()  # at their beginning
         # The first layer's gradient comes last; its hook runs before DDP waits for the other ranks.
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda parameter: self._end_span())
 
     def batches(self, loader: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the loader's batches, and time the wait for each."""
-        self._window = self._epoch = self.clock.by_activity()
         self._spans, iterator = [], iter(loader)
+        self.clock.start_epoch()
         while True:
             self._spans.append([self._now()])
             with self.clock.during("input"):
@@ -50,11 +48,6 @@ class StepWatch:
             if batch is None:
                 return
             yield batch
-
-    def _waited(self, since: dict[str, float]) -> float:
-        """Return the fraction of the loop's time in which the host waited for input."""
-        spent = {name: seconds - since[name] for name, seconds in self.clock.by_activity().items() if name in LOOP}
-        return spent["input"] / (sum(spent.values()) or 1.0)
 
     def _now(self) -> Any:
         """Return the time: the host's in seconds, or on a GPU an event in its queue, read at the log point."""
@@ -70,31 +63,33 @@ class StepWatch:
             self._spans[-1][1:] = [self._now()]
 
     def close_window(self) -> dict[str, float]:
-        """Return {"data_wait": fraction, "memory_gb"} and start the next window. The device has finished its work."""
-        seconds = [
-            span[0].elapsed_time(span[1]) / 1e3 if self.cuda else span[1] - span[0] for span in self._spans if span[1:]
-        ]
-        waited, self._window, self._spans = self._waited(self._window), self.clock.by_activity(), []
-        if self._first:  # the process's first window includes the start of workers and the choice of algorithms
-            self._epoch, self._first = self._window, False
-        else:
+        """Return {"images_per_sec", "data_wait": fraction, "memory_gb"}, and start the next window. The device has
+        finished its work."""
+        spans, self._spans = [span for span in self._spans if span[1:]], []
+        seconds = [start.elapsed_time(end) / 1e3 if self.cuda else end - start for start, end in spans]
+        if self.clock.first.images:  # else this is the process's first window
             self._windows.append(sum(seconds) / max(1, len(seconds)))
-        return {"data_wait": waited, "memory_gb": peak_memory(self.world.device) / 1e9}
+        window, memory = self.clock.close_window(), peak_memory(self.world.device)
+        return {"images_per_sec": window.images_per_sec, "data_wait": window.data_wait, "memory_gb": memory / 1e9}
 
     def remarks(self) -> list[str]:
         """Collective, at the end of an epoch: return remarks for the log, each only once."""
-        waited = 0.0 if self._first else self._waited(self._epoch)
-        hosts, windows, waits = zip(*self.world.all_gather((socket.gethostname(), self._windows, waited)), strict=True)
+        mine = socket.gethostname(), self._windows, self.clock.epoch().data_wait
+        hosts, windows, waits = zip(*self.world.all_gather(mine), strict=True)
         self._windows = []
         self._history += [list(row) for row in zip(*windows, strict=False)]
-        found, most = {}, max(waits)
+        found, most = dict[str, str](), max(waits)
         if most > MAX_INPUT_WAIT:
             of_rank = f" of rank {waits.index(most)}" if len(waits) > 1 else ""
-            found["input"] = f"Waiting for input takes {most:.0%} of the time{of_rank}; try more num_data_workers, or "
-            found["input"] += f"find the fastest data_loader here with: {command('bench')} loaders"
+            found["input"] = (
+                f"Waiting for input takes {most:.0%} of the time{of_rank}; try more num_data_workers, or find the "
+                f"fastest data_loader here with: {command('bench')} loaders"
+            )
         for rank, factor in slow_ranks(self._history):
-            slow = f"Rank {rank} on {hosts[rank]} is slow: it needs {factor:.2f} times the median of the others before "
-            found[f"rank {rank}"] = f"{slow}each all-reduce; check its node with: {command('doctor')} --nodes"
+            found[f"rank {rank}"] = (
+                f"Rank {rank} on {hosts[rank]} is slow: it needs {factor:.2f} times the median of the others before "
+                f"each all-reduce; check its node with: {command('doctor')} --nodes"
+            )
         new = found.keys() - self._reported
         self._reported |= new
         return [remark for name, remark in found.items() if name in new]

@@ -1,0 +1,22 @@
+"""PROF: named ranges on the timeline while `utils/run/profile.py` records one."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+
+class Profiler:
+    """Marks ranges while it is `running`: NVTX's on a GPU, for Nsight Systems, and those of torch.profiler."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda, self.running = device.type == "cuda", False
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        """Mark a `with` block as a named range; does nothing unless the profiler is running."""
+        return self._range(name) if self.running else nullcontext()
+
+    @contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        with torch.cuda.nvtx.range(name) if self.cuda else nullcontext(), torch.profiler.record_function(name):
+            yield
