@@ -119,7 +119,7 @@ class Trainer:
     def train(self) -> None:
         """Train, or resume training, to the end. Raises `Stopped` after a signal asked to stop and all is saved."""
         run, clock, lock = self.run, self.run.clock, self._open_folder()
-        with listen(self.requests), lock, run.log.open(epoch=run.epoch, step=self.learner.steps) as log:
+        with listen(self.requests), lock, run.log.open() as log:
             will_train = not run.finished
             self.world.main_only(lambda: self._log_start(will_train=will_train))
             self._report_unreadable()  # a loader may have decoded all images by now

@@ -169,7 +169,7 @@ def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_pat
 
     monkeypatch.setattr(trainer, "_log_point", wait_here)
     logger = RunLogger(tmp_path, enabled=True, to_screen=False, to_tensorboard=False)
-    with logger.open(epoch=0, step=0) as trainer.run.log:
+    with logger.open() as trainer.run.log:
         trainer.train_one_epoch()
         trainer.run.epoch, trainer.run.batch = 1, 0
         torch.cuda.set_sync_debug_mode("error")

@@ -106,7 +106,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 def test_a_start_that_fails_after_moving_the_earlier_run_aside_leaves_no_lock(start, tmp_path, monkeypatch):
     """Also while the error is kept, as in a notebook. The message names the folder."""
     (tmp_path / "run/checkpoints").mkdir(parents=True)
-    monkeypatch.setattr(run_folder, "_records", refuse)
+    monkeypatch.setattr(run_folder, "read_records", refuse)
     with pytest.raises(ExpectedError, match=f"{tmp_path}/run: cannot be used: No locks") as kept:
         start(0)
     assert (tmp_path / "run.1").exists() and kept.value.__traceback__

@@ -58,7 +58,7 @@ def test_sums_are_bitwise_equal_to_simple_operations(one_rank, mixed, not_finite
 
 def make_logger(folder, **changes):
     logger = RunLogger(folder, **{"enabled": True, "to_screen": False, "to_tensorboard": False} | changes)
-    return logger.open(epoch=0, step=0)
+    return logger.open()
 
 
 def test_lines_reach_a_pipe_and_the_log_file_once_from_the_main_rank(tmp_path, capsys):

@@ -119,7 +119,7 @@ def test_names_of_classes_that_the_locale_lacks_are_kept(tmp_path):
 def test_a_screen_that_has_only_write_and_a_name_that_is_no_text_are_logged_to(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append))
-    with RunLogger(tmp_path, enabled=True, to_screen=True, to_tensorboard=False).open(epoch=0, step=0) as log:
+    with RunLogger(tmp_path, enabled=True, to_screen=True, to_tensorboard=False).open() as log:
         log.say("a \udcff")
     assert written[0].endswith("a \\udcff\n") and (tmp_path / "train.log").read_text().endswith("a \\udcff\n")
 

@@ -100,7 +100,7 @@ def count_step(config):
         trainer._log_point = lambda number, images: None
         trainer._handle_requests = lambda *, stop: marks.append(runtime.position())
         logger = RunLogger(Path(folder), enabled=False, to_screen=False, to_tensorboard=False)
-        with logger.open(epoch=0, step=0) as trainer.run.log, runtime.record() as ledger:
+        with logger.open() as trainer.run.log, runtime.record() as ledger:
             trainer.train_one_epoch()
     before, last = (count(ledger.work[start:end]) for start, end in list(pairwise(marks))[-2:])
     if last != before:

@@ -5,12 +5,11 @@ config.yaml[.N]  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoin
 
 import filecmp
 import itertools
-import json
 import os
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -23,6 +22,7 @@ from utils.files import lock_folder, name_file_in_error, sign_lock, strict_json,
 from utils.run.checkpoint import fit
 from utils.run.checkpoint import io as checkpoint
 from utils.run.logging.environment import describe_arithmetic
+from utils.run.logging.logger import METRICS, read_records
 from utils.run.run import Run
 
 PATIENCE = 0.9  # of the other ranks' timeout
@@ -71,7 +71,7 @@ def open_run(run: Run, resume: str) -> OpenedRun:
         if path is not None and path.parent.resolve() == checkpoints.resolve():
             for temporary in (*folder.glob(".*.tmp"), *checkpoints.glob(".*.tmp")):  # of killed writers
                 temporary.unlink(missing_ok=True)
-        elif checkpoints.exists() or (folder / "metrics.jsonl").exists():
+        elif checkpoints.exists() or (folder / METRICS).exists():
             target = folder.resolve() if folder.is_symlink() else folder  # the link stays and leads to the new run
             say(f"The earlier run in {folder} is now in {target.rename(_free_name(target))}")
             lock.close()
@@ -81,7 +81,7 @@ def open_run(run: Run, resume: str) -> OpenedRun:
             _adopt(folder, path, state, best)
         sign_lock(lock, job)
         run.resumed_from = path
-        run.clock.reached = max((record["step"] for record in _records(folder / "metrics.jsonl")), default=0)
+        run.clock.reached = max((record["step"] for record in read_records(folder)), default=0)
         undo.pop_all()
     return OpenedRun(lock, state, pretrained)
 
@@ -166,7 +166,7 @@ def _adopt(folder: Path, path: Path, state: State, best: State | None) -> None:
         _set_aside(own_best)
     if not own_best.exists() and best is not None:
         write_atomically(own_best, checkpoint.encode(best))
-    _cut_records(folder / "metrics.jsonl", state["step"], state["epoch"])
+    _cut_records(folder, state["step"], state["epoch"])
 
 
 def _set_aside(path: Path) -> None:
@@ -190,14 +190,14 @@ def write_description(folder: Path, config: BaseConfig, config_name: str, enviro
     write_atomically(folder / "environment.json", (strict_json(environment, indent=1) + "\n").encode())
 
 
-def _cut_records(path: Path, step: int, epoch: int) -> None:
-    """Keep the records of a metrics.jsonl up to `step` and the finished `epoch`, as all after it is trained again, and
+def _cut_records(folder: Path, step: int, epoch: int) -> None:
+    """Keep the records of metrics.jsonl up to `step` and the finished `epoch`, as all after it is trained again, and
     the kinds of ALWAYS_KEPT. The last dropped record of each start is kept as "lost", with its position and times only.
 
     The record of an epoch, or of the run's end, has the step of the epoch's last batch, as has a checkpoint written
     before or during the epoch's validation: the epoch counts, too."""
     kept, lost = list[dict[str, Any]](), list[dict[str, Any]]()  # lost: the last dropped record of the current start
-    for record in _records(path):
+    for record in read_records(folder):
         if record["kind"] in STARTS:
             kept += lost
         if record["kind"] in ALWAYS_KEPT or (
@@ -208,11 +208,4 @@ def _cut_records(path: Path, step: int, epoch: int) -> None:
         else:
             lost = [{"kind": "lost"} | {key: record[key] for key in ("epoch", "step", "clock_seconds")}]
     if kept or lost:
-        write_atomically(path, "".join(strict_json(record) + "\n" for record in kept + lost).encode())
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a metrics.jsonl, if it exists; skip lines that a kill or a power cut has damaged."""
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            yield json.loads(line)
+        write_atomically(folder / METRICS, "".join(strict_json(record) + "\n" for record in kept + lost).encode())

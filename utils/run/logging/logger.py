@@ -1,12 +1,13 @@
 """Write a run's log, progress bar, metrics.jsonl and TensorBoard."""
 
+import json
 import os
 import shutil
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from utils.run.logging.tensorboard import TensorBoardWriter
 from utils.run.logging.trackers import Tracker
 from utils.training.metrics.confusion import worst_classes
 
-UNWRITABLE = "the run's log cannot be written"
+METRICS = "metrics.jsonl"
 REDRAW_SECONDS, BAR_WIDTH, CLEAR_LINE = 0.1, 30, "\x1b[K"
 
 
@@ -38,27 +39,22 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, to: Sequence[str] = (),
         clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        self.folder, self.enabled, self.to = folder, enabled, to
-        self.to_screen, self.to_tensorboard = to_screen, to_tensorboard
-        self.clock = clock or Clock()
+        self.folder, self.enabled, self.to_screen = folder, enabled, to_screen
+        self.to_tensorboard, self.to, self.clock = to_tensorboard, to, clock or Clock()
         self.waiting: list[str] = []  # lines said before `open`
         self.trackers: list[Tracker] = []
         self.board: TensorBoardWriter | None = None
         self.has_bar = False
         self._loop, self._info, self._left, self._drawn = ("", 0), "", "", 0.0  # of the progress bar
-        self._metrics: TextIO | None = None
-        self._log_file: TextIO | None = None
+        self._files: list[TextIO] = []  # train.log and metrics.jsonl, while they are open
 
-    def open(self, *, epoch: int, step: int) -> "RunLogger":
-        """Start recording after `epoch` and `step`; each record gets the times of `clock`."""
+    def open(self) -> "RunLogger":
+        """Start recording; each record gets the times of `clock`."""
         if not self.enabled:
             return self
-        if self.to_tensorboard:
-            self.board = TensorBoardWriter(self.folder / "tb_logs", epoch=epoch, step=step)
-        with name_file_in_error(self.folder, UNWRITABLE):
-            # a file's name may have bytes that are no text
-            self._log_file = (self.folder / "train.log").open("a", encoding="utf-8", errors="backslashreplace")
-            self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        with self._errors_named():
+            for name in ("train.log", METRICS):  # a file's name may have bytes that are no text
+                self._files.append((self.folder / name).open("a", encoding="utf-8", errors="backslashreplace"))
         # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
         terminal = getattr(sys.stdout, "isatty", bool)() and OPEN_MPI.world_size not in os.environ
         self.has_bar = self.to_screen and terminal
@@ -68,13 +64,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def say(self, message: str, *, above_bar: bool = True) -> None:
         """Write a line to train.log and the screen. A progress bar omits its time, or the line unless `above_bar`."""
-        if self.enabled and self._log_file is None:
-            self.waiting.append(message)
+        if not self._files:
+            self.waiting += [message] if self.enabled else []
             return
         line = self._log(message, "INFO")
         if self.has_bar and above_bar:
             print_text(f"\r{CLEAR_LINE}{message}\n", sys.stdout)
-        elif line and self.to_screen and not self.has_bar:
+        elif self.to_screen and not self.has_bar:
             print_text(line, sys.stdout)
 
     def start_bar(self, description: str, total: int, done: int = 0) -> None:
@@ -91,14 +87,18 @@ class RunLogger(AbstractContextManager["RunLogger"]):
             self._drawn = time.monotonic()
 
     def _log(self, message: str, level: str) -> str:
-        """Write a line with time and level to train.log and return it; without the file, return an empty one."""
-        if self._log_file is None:
-            return ""
+        """Write a line with time and level to train.log and return it."""
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S,%f}"[:-3] + f" - {level} - {message}\n"
-        with name_file_in_error(self.folder, UNWRITABLE):
-            self._log_file.write(line)
-            self._log_file.flush()
+        self._write(0, line)
         return line
+
+    def _write(self, file: int, line: str) -> None:
+        with self._errors_named():
+            self._files[file].write(line)
+            self._files[file].flush()
+
+    def _errors_named(self) -> AbstractContextManager[None]:
+        return name_file_in_error(self.folder, "the run's log cannot be written")
 
     def log_start(
         self, config: BaseConfig, config_name: str, environment: dict[str, Any], resumed_from: Path | None,
@@ -106,8 +106,11 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     ) -> None:  # fmt: skip
         """Show configuration and environment, and record that the run starts, or resumes from a checkpoint, at this
         position: epoch, batch, step."""
-        self.show(lambda board: board.describe(config, config_name, environment))
-        self.trackers = [Tracker(name, self.folder, config.model_dump(mode="json")) for name in self.to]
+        if self.to_tensorboard and self.enabled:
+            with self._errors_named():
+                self.board = TensorBoardWriter(self.folder / "tb_logs", read_records(self.folder))
+                self.board.describe(config, config_name, environment, position["epoch"] + 1)
+        self.trackers = [Tracker(name, self.folder, config.model_dump(mode="json"), self.say) for name in self.to]
         kind, source = ("start", {}) if resumed_from is None else ("resume", {"from": str(resumed_from)})
         place = {"host": socket.gethostname(), "world_size": environment["world_size"]}
         self._record(kind, **position, time=time.time(), **place, **source)
@@ -125,7 +128,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._info = f"  loss {loss:.3f}  {rate} images/s"
         self._record("step", epoch=epoch, step=step, **values)
         if images is not None:
-            self.show(lambda board: board.add_images(images))
+            self.show(lambda board: board.add_images(images, epoch))
 
     def log_epoch(self, epoch: int, step: int, values: dict[str, float], left: float | None = None) -> None:
         """Record the end of an epoch. `values`: loss/train, acc1/train, learning_rate, ..., and if it was validated
@@ -153,48 +156,37 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def sync(self) -> None:
         """Sync metrics.jsonl to the disk, so that a checkpoint written next is never newer than its records."""
-        if self._metrics is not None:
-            with name_file_in_error(self.folder, UNWRITABLE):
-                os.fsync(self._metrics.fileno())
+        if self._files:
+            with self._errors_named():
+                os.fsync(self._files[1].fileno())
 
     def _record(self, kind: str, **values: Any) -> None:
         """Write a record to metrics.jsonl, TensorBoard and the trackers."""
         seconds = {name: round(spent, 3) for name, spent in self.clock.by_activity().items()}  # of this start
         record = {"kind": kind, **values, "clock_seconds": seconds}
-        if self._metrics is not None:
-            with name_file_in_error(self.folder, UNWRITABLE):
-                self._metrics.write(strict_json(record) + "\n")
-                self._metrics.flush()
+        if self._files:
+            self._write(1, strict_json(record) + "\n")
         self.show(lambda board: board.record(record))
         for tracker in self.trackers if kind in ("step", "epoch", "end") else ():
             tracker.records.put(record)
-        self._log_tracker_errors()
-
-    def _log_tracker_errors(self) -> None:
-        for tracker in [tracker for tracker in self.trackers if tracker.error]:
-            self.say(tracker.error)
-            self.trackers.remove(tracker)
 
     def show(self, add: Callable[[TensorBoardWriter], None]) -> None:
         if self.board is not None:
-            with name_file_in_error(self.folder, UNWRITABLE):
+            with self._errors_named():
                 add(self.board)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self.has_bar:
             print_text(f"\r{CLEAR_LINE}", sys.stdout)
         with suppress(ExpectedError):  # raised by the write that failed
-            if error is not None:
+            if error is not None and self._files:
                 self._log_error(error)
         for tracker in self.trackers:
             tracker.close(failed=error is not None)
-        with suppress(ExpectedError):
-            self._log_tracker_errors()
-        for file in (self._metrics, self.board, self._log_file):
+        for file in (*self._files, *([self.board] if self.board else [])):
             with suppress(OSError):
-                if file is not None:
-                    file.close()
-        self._log_file = self._metrics = self.board = None
+                file.close()
+        self._files, self.board = [], None
 
     def _log_error(self, error: BaseException) -> None:
         """Write to train.log only, as main() prints the error: how the run ended, with a traceback if unexpected."""
@@ -204,6 +196,14 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         trace = "" if known else "\n" + "".join(traceback.format_exception(error)).rstrip()
         self._log(f"ended by {reason}{trace}", "INFO" if isinstance(error, Stopped) else "ERROR")
         self._record("stop", step=self.clock.step, time=time.time(), status=status, reason=reason)
+
+
+def read_records(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a run's metrics.jsonl, if it exists; skip lines that a kill or a power cut has damaged."""
+    path = folder / METRICS
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 def significant(number: float, digits: int = 4) -> str:

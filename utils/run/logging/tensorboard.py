@@ -5,16 +5,14 @@
     by_second/...       by second of training: accuracy, loss
     result/...          at the end: the metrics of the HParams tab
 
-All is in one folder, so that a run is one row with one colour. A resumed run removes the events of steps that it trains
-again from the files, as it does from metrics.jsonl.
+All is in one folder, so that a run is one row with one colour. A resumed run writes the events of its earlier starts
+again, from metrics.jsonl, without those of steps that it trains again.
 """
 
 import json
-import os
 import re
 import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -51,78 +49,51 @@ RESULTS = (
 )  # fmt: skip
 MATRIX_PIXELS, MATRIX_CLASSES = 600, 300
 PICTURE_IMAGES = 64
-EVENTS = "events.out.tfevents."  # with the time in seconds, the name of an event file
 CODE = " " * 4  # indents a Markdown code block, which TensorBoard shows verbatim
 
 
 class TensorBoardWriter:
-    """Writes a run's events, after `epoch` and `step` if it resumes. The folder is created by the first write."""
+    """Writes a run's events. The `records` of metrics.jsonl from earlier starts replace the event files of these."""
 
-    def __init__(self, folder: Path, *, epoch: int, step: int) -> None:
-        self.folder, self._epoch, self._step, self._has_images = folder, epoch, step, False
-        self._opened: Any = None
+    def __init__(self, folder: Path, records: Iterable[Record] = ()) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    @property
-    def _writer(self) -> Any:
-        if self._opened is None:
-            from torch.utils.tensorboard import SummaryWriter
+        threading.excepthook = _hide_write_errors
+        earlier, self._has_images, began = [*folder.glob("events.out.tfevents.*")], False, 0.0
+        self._writer: Any = SummaryWriter(str(folder))
+        self._writer.add_custom_scalars(LAYOUT)
+        for record in records:
+            elapsed = sum(record["clock_seconds"].values())
+            began = record["time"] - elapsed if "time" in record else began
+            self.record(record, began + elapsed)
+        self._writer.flush()
+        for path in earlier:
+            path.unlink()
 
-            threading.excepthook = _hide_write_errors
-            self._cut_back()
-            self._opened = SummaryWriter(str(self.folder))
-            self._opened.add_custom_scalars(LAYOUT)
-        return self._opened
-
-    def _cut_back(self) -> None:
-        """Truncate each file before the first event of a step or epoch that this run trains again.
-
-        SummaryWriter(purge_step=...) cannot do this: it hides all tags from one step on, and here some count optimizer
-        steps, some epochs and some seconds. A file holds the events of one process in order, so everything after an
-        outdated event is outdated, too. Nobody can read beyond a damaged event: that part stays."""
-        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        following = int(time.time())
-        for found in sorted(self.folder.glob(f"{EVENTS}{10 * '[0-9]'}.*"), reverse=True):
-            # TensorBoard reads the files by name, that is by second: keep their order if the clock was set back
-            stamp, _, rest = found.name.removeprefix(EVENTS).partition(".")
-            following = min(int(stamp), following - 1)
-            path = found.rename(found.with_name(f"{EVENTS}{following:010}.{rest}"))
-            position = 0
-            for content in RawEventFileLoader(str(path)).Load():
-                event = Event.FromString(content)
-                tags = [value.tag for value in event.summary.value]
-                by_step = any(tag.startswith(STEP_TAGS) for tag in tags)
-                by_epoch = any(tag in EPOCH_TAGS for tag in tags)
-                if (by_step and event.step > self._step) or (by_epoch and event.step > self._epoch):
-                    os.truncate(path, position)
-                    break
-                position += 16 + len(content)  # length (8 bytes) with checksum (4), content with checksum (4)
-
-    def record(self, record: Record) -> None:
+    def record(self, record: Record, now: float | None = None) -> None:
         """Write a log point by step; an epoch by epoch, under the tutorial's tags, and by the second of training at
-        which it ended; the end of the run as the metrics of its row in the HParams tab."""
+        which it ended; the end of the run as the metrics of its row in the HParams tab. `now`: time; None: the present.
+        """
         kind = record["kind"]
         if kind not in ("step", "epoch", "end"):
             return
         for tag, value in numbers(record).items():
             if kind != "epoch" or tag in EPOCH_TAGS:
-                self._writer.add_scalar(tag, value, record["step" if kind == "step" else "epoch"])
+                self._writer.add_scalar(tag, value, record["step" if kind == "step" else "epoch"], now)
             if kind == "epoch" and tag in SECOND_TAGS:
-                self._writer.add_scalar(SECOND_TAGS[tag], value, round(record["seconds"]))
+                self._writer.add_scalar(SECOND_TAGS[tag], value, round(record["seconds"]), now)
         if kind == "epoch":
             self._writer.flush()
         elif kind == "end":
             self._writer.file_writer.add_summary(_hparams({})[2])
 
-    def describe(self, config: BaseConfig, config_name: str, environment: Mapping[str, Any]) -> None:
-        writer, step = self._writer, self._epoch + 1
-        writer.add_text("run/config", f"`{config_name}`\n\n{indent(render(config), CODE)}", step)
-        writer.add_text("run/environment", indent(json.dumps(environment, indent=1), CODE), step)
+    def describe(self, config: BaseConfig, config_name: str, environment: Mapping[str, Any], epoch: int) -> None:
+        self._writer.add_text("run/config", f"`{config_name}`\n\n{indent(render(config), CODE)}", epoch)
+        self._writer.add_text("run/environment", indent(json.dumps(environment, indent=1), CODE), epoch)
         for summary in _hparams(compared(config))[:2]:
-            writer.file_writer.add_summary(summary)
+            self._writer.file_writer.add_summary(summary)
 
-    def add_images(self, images: Tensor) -> None:
+    def add_images(self, images: Tensor, epoch: int) -> None:
         """Write a grid of the first batch of this process, as it was trained: normalised [N, 3, H, W]. Stretching each
         channel to [0, 1] undoes the normalisation, as nearly every batch has black borders and some white."""
         if self._has_images:
@@ -133,7 +104,7 @@ class TensorBoardWriter:
         low, high = images.amin((0, 2, 3), keepdim=True), images.amax((0, 2, 3), keepdim=True)
         grid = make_grid((images - low) / (high - low).clamp(min=1e-6), nrow=8, padding=1, pad_value=1.0)
         grid = grid.repeat_interleave(3, 1).repeat_interleave(3, 2)  # TensorBoard blurs small pictures
-        self._writer.add_image("augmented batch", grid, self._epoch + 1)
+        self._writer.add_image("augmented batch", grid, epoch)
         self._has_images = True
 
     def add_classes(self, counts: Tensor, names: Sequence[str], epoch: int) -> None:
@@ -148,8 +119,7 @@ class TensorBoardWriter:
         self._writer.add_text("run/worst classes", "\n".join(rows), epoch)
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        self._writer.close()
 
 
 def numbers(record: Record) -> dict[str, float]:

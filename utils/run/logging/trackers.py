@@ -6,20 +6,23 @@ import queue
 import re
 import secrets
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from utils.errors import ExpectedError
 from utils.run.logging.tensorboard import Record, numbers
 
 
 class Tracker(threading.Thread):
-    """Feeds wandb or mlflow until it is closed or fails; `error` is then a line for the log."""
+    """Feeds wandb or mlflow until it is closed; says in the log that it has failed."""
 
     closing_seconds = 10.0  # the longest that an ending run waits for a tracker
 
-    def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, name: str, folder: Path, config: dict[str, Any], say: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)  # the process may end before it
-        self.folder, self.config, self.error, self.failed = folder, config, "", False
+        self.folder, self.config, self.say, self.failed = folder, config, say, False
         self.identity = folder / f"{name}.id"  # of the external run, which a resumed run continues
         self.project = re.sub(r"[/\\#?%:']", "-", folder.resolve().parent.name)[:128]  # they refuse these characters
         self.records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()  # None ends it
@@ -30,7 +33,10 @@ class Tracker(threading.Thread):
             {"wandb": follow_wandb, "mlflow": follow_mlflow}[self.name](self, importlib.import_module(self.name))
         except Exception as error:
             remedy = f'; pip install ".[{self.name}]"' if isinstance(error, ImportError) else ""
-            self.error = f"log_to {self.name}: {error!r}{remedy}; the run continues without it"
+            with suppress(ExpectedError):  # the log cannot be written: the run ends at its next line
+                self.say(f"log_to {self.name}: {error!r}{remedy}; the run continues without it")
+            while self.records.get() is not None:
+                pass
 
     def close(self, *, failed: bool) -> None:
         """Wait until all records are sent, but not longer than `closing_seconds`."""
@@ -38,7 +44,8 @@ class Tracker(threading.Thread):
         self.records.put(None)
         self.join(self.closing_seconds)
         if self.is_alive():
-            self.error = f"log_to {self.name}: it did not answer within {self.closing_seconds:.0f} s; given up"
+            with suppress(ExpectedError):
+                self.say(f"log_to {self.name}: it did not answer within {self.closing_seconds:.0f} s; given up")
 
 
 def follow_wandb(tracker: Tracker, wandb: Any) -> None:
