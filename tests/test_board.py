@@ -4,7 +4,6 @@ import html
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -142,6 +141,4 @@ def test_the_run_is_saved_before_the_picture_of_its_classes(run, tmp_path, monke
 
 def test_confusion_matrix_is_white_at_0_and_dark_at_100_percent():
     image = draw_matrix(torch.tensor([[4, 0], [1, 3]]))
-    assert image.dtype == np.uint8 and image.shape == (600, 600, 3)
-    assert image[0, 599].tolist() == [255, 255, 255] and image[0, 0].tolist() == [8, 48, 107]
-    assert 8 < image[599, 0, 0] < 255
+    assert image.shape == (600, 600) and (image[0, 599], image[0, 0]) == (1, 0) and 0 < image[599, 0] < 1

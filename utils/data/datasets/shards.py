@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 from zipfile import BadZipFile
 
 import numpy as np
@@ -38,21 +39,13 @@ IMAGE_FIELDS = [
 ]  # fmt: skip
 
 
-class OpenShards(dict[int, int]):
-    """File descriptors of the shards that this process has opened, by number; closed with this object."""
-
-    def __del__(self) -> None:
-        for descriptor in self.values():
-            os.close(descriptor)
-
-
 @dataclass(frozen=True)
 class ShardedImages(ImageFiles):
     """One split in shards; `names` are the members of the tar files."""
 
     shards: np.ndarray  # [S] of SHARD_FIELDS
     images: np.ndarray  # [N] of IMAGE_FIELDS
-    opened: OpenShards = field(default_factory=OpenShards, compare=False)
+    opened: dict[int, BinaryIO] = field(default_factory=dict, compare=False)  # by number, in this process
 
     def path(self, index: int) -> str:
         """Return SHARD:MEMBER."""
@@ -65,12 +58,9 @@ class ShardedImages(ImageFiles):
         path = self.root / self.shards["name"][number]
         try:
             if number not in self.opened:
-                with open_regular(path) as file:
-                    descriptor = os.dup(file.fileno())
-                if self.opened.setdefault(number, descriptor) != descriptor:  # another thread was faster
-                    os.close(descriptor)
-            content = os.pread(self.opened[number], length, offset)
-            label = os.pread(self.opened[number], label_length, label_offset)
+                self.opened.setdefault(number, open_regular(path))  # unless another thread was faster
+            shard = self.opened[number].fileno()
+            content, label = os.pread(shard, length, offset), os.pread(shard, label_length, label_offset)
         except OSError as error:
             if may_pass(error):
                 raise
@@ -120,10 +110,9 @@ def open_shards(name: str, data_path: Path, image_size: int | None) -> Dataset:
     except (ValueError, LookupError, EOFError, BadZipFile) as error:
         raise DataError(f"{path}: damaged, or of another version: {error}; {remedy(data_path)}") from None
     indexed = {str(data_path / shard): size for shards, _ in splits for shard, size in shards.tolist()}
-    for shard in sorted(sizes.keys() | indexed.keys()):
-        if sizes.get(shard) != indexed.get(shard):
-            found = f"{sizes.get(shard, 'no')} bytes, expected {indexed.get(shard, 'no')} from the index"
-            raise DataError(f"{shard}: {found}; {remedy(data_path)}")
+    for shard, _ in sorted(sizes.items() ^ indexed.items()):
+        found = f"{sizes.get(shard, 'no')} bytes, expected {indexed.get(shard, 'no')} from the index"
+        raise DataError(f"{shard}: {found}; {remedy(data_path)}")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each process may open every shard
     return build_from_files(name, class_names, train, valid, image_size)

@@ -17,7 +17,6 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from utils.base_config import BaseConfig, KeyFlag, render
@@ -32,15 +31,12 @@ SPEEDS = (
     "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "gpu_power_w", "gpu_temperature_c",
     "gpu_clock_mhz", "gpu_memory_gb",
 )  # fmt: skip
-LAYOUT = {
-    "Training": {
-        "accuracy by epoch": ["Multiline", ["acc1/train", "acc1/valid"]],
-        "loss by epoch": ["Multiline", ["loss/train", "loss/valid"]],
-        "accuracy by second": ["Multiline", ["by_second/acc1_valid"]],
-        "learning rate by epoch": ["Multiline", ["learning_rate"]],
-    },
-    "Speed and GPU of the main process, by step": {name: ["Multiline", [f"step/{name}"]] for name in SPEEDS},
-}
+CHARTS = {
+    "accuracy by epoch": ["acc1/train", "acc1/valid"],
+    "loss by epoch": ["loss/train", "loss/valid"],
+    "accuracy by second": ["by_second/acc1_valid"],
+    "learning rate by epoch": ["learning_rate"],
+} | {f"{name}, main process": [STEP_TAGS + name] for name in SPEEDS}
 # the columns of the HParams tab: four settings, and as one text all others that differ from `default`
 CHANGES = "also changed"
 ALWAYS_SHOWN = ("batch_size", "lr", "max_epochs", "model")
@@ -61,7 +57,7 @@ class TensorBoardWriter:
         threading.excepthook = _hide_write_errors
         earlier, self._has_images, began = [*folder.glob("events.out.tfevents.*")], False, 0.0
         self._writer: Any = SummaryWriter(str(folder))
-        self._writer.add_custom_scalars(LAYOUT)
+        self._writer.add_custom_scalars({"Charts": {name: ["Multiline", tags] for name, tags in CHARTS.items()}})
         for record in records:
             elapsed = sum(record["clock_seconds"].values())
             began = record["time"] - elapsed if "time" in record else began
@@ -102,15 +98,15 @@ class TensorBoardWriter:
 
         images = images[:PICTURE_IMAGES].float().cpu()
         low, high = images.amin((0, 2, 3), keepdim=True), images.amax((0, 2, 3), keepdim=True)
-        grid = make_grid((images - low) / (high - low).clamp(min=1e-6), nrow=8, padding=1, pad_value=1.0)
-        grid = grid.repeat_interleave(3, 1).repeat_interleave(3, 2)  # TensorBoard blurs small pictures
+        large = ((images - low) / (high - low).clamp(min=1e-6)).repeat_interleave(3, 2).repeat_interleave(3, 3)
+        grid = make_grid(large, nrow=8, padding=3, pad_value=1.0)  # large, as TensorBoard blurs small pictures
         self._writer.add_image("augmented batch", grid, epoch)
         self._has_images = True
 
     def add_classes(self, counts: Tensor, names: Sequence[str], epoch: int) -> None:
         """Write the worst classes as a table, and a picture of the confusion matrix `counts` [true, predicted]."""
         if len(counts) <= MATRIX_CLASSES:
-            self._writer.add_image("confusion matrix", draw_matrix(counts), epoch, dataformats="HWC")
+            self._writer.add_image("confusion matrix", draw_matrix(counts), epoch, dataformats="HW")
         # no Markdown, no HTML
         names = [re.sub(r"[^\w ]|_", lambda match: f"&#{ord(match[0])};", name) for name in names]
         rows = ["| class | accuracy | most often confused with | fraction |", "|---|---|---|---|"]
@@ -152,11 +148,8 @@ def _hparams(row: dict[str, float | str]) -> tuple[Any, Any, Any]:
     return hparams(row, dict.fromkeys(f"result/{name}" for name in RESULTS))  # type: ignore[no-untyped-call]
 
 
-def draw_matrix(counts: Tensor) -> np.ndarray:
-    """Draw a confusion matrix [true, predicted] as uint8 [H, W, 3]: white 0 %, dark blue 100 % of the true class; the
-    shade follows the square root of the fraction, so that rare confusions can be seen, too."""
-    shades = (counts / counts.sum(1, keepdim=True).clamp(min=1)).sqrt().numpy()
-    white, blue = np.array([255.0, 255.0, 255.0]), np.array([8.0, 48.0, 107.0])
-    image = (white + shades[..., None] * (blue - white)).round().astype(np.uint8)
-    scale = max(1, MATRIX_PIXELS // len(shades))
-    return image.repeat(scale, 0).repeat(scale, 1)
+def draw_matrix(counts: Tensor) -> Tensor:
+    """Draw a confusion matrix [true, predicted] in grey, [H, W] in [0, 1]: white 0 %, black 100 % of the true class;
+    the shade follows the square root of the fraction, so that rare confusions can be seen, too."""
+    shades = 1 - (counts / counts.sum(1, keepdim=True).clamp(min=1)).sqrt()
+    return shades.repeat_interleave(scale := max(1, MATRIX_PIXELS // len(shades)), 0).repeat_interleave(scale, 1)
