@@ -1,7 +1,6 @@
 """CIFAR in the official binary version and in torchvision's, and the synthetic shapes."""
 
 import hashlib
-import os
 import re
 import shutil
 import threading
@@ -18,12 +17,10 @@ from tests.tiny_shards import make_folders, write_image
 from tools.prepare_data import __main__ as prepare_data
 from train import Trainer
 from utils.config import load_config
-from utils.data.augment import Normalise
 from utils.data.datasets import dataset as datasets
 from utils.data.datasets import folders
 from utils.data.datasets.cifar import VERSIONS
 from utils.data.datasets.dataset import channel_statistics, load_dataset, match_classes
-from utils.data.sampling import EpochPlan
 from utils.distributed.world import World
 from utils.errors import CheckpointError, DataError
 
@@ -184,20 +181,6 @@ def test_statistics_are_exact_in_parts_and_a_constant_channel_has_deviation_1(mo
     mean, std = channel_statistics(images)
     np.testing.assert_allclose(mean, images.mean((0, 2, 3)) / 255, rtol=1e-12)
     np.testing.assert_allclose(std, [images[:, 0].std() / 255, 1, images[:, 2].std() / 255], rtol=1e-12)
-
-
-@pytest.mark.parametrize("loader", ["device", "torchvision"])
-def test_a_memory_map_whose_file_was_cut_is_named(loader, tmp_path):
-    np.save(tmp_path / "images.npy", np.zeros((100, 3, 8, 8), np.uint8))
-    images = np.load(tmp_path / "images.npy", mmap_mode="r")[10:]
-    split = datasets.ImageArrays(images, np.zeros(90, np.int64))
-    config = load_config(CIFAR100, "default", [f"data_loader={loader}", "num_data_workers=0", "device=cpu"])
-    normalise = Normalise((0, 0, 0), (1, 1, 1), torch.device("cpu"), torch.contiguous_format)
-    built = utils.data.build.BUILDERS[loader](config, split, EpochPlan(90, 30, 0, 1, training=False), normalise)
-    assert len(list(built)) == 3
-    os.truncate(tmp_path / "images.npy", 9000)
-    with pytest.raises(DataError, match=r"images.npy: has become shorter: 9000 bytes, expected 19328; restore it"):
-        list(built)
 
 
 @pytest.mark.parametrize("labels", [np.arange(1000) // 100, np.arange(1000) % 10, np.arange(1000) // 2])

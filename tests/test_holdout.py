@@ -116,7 +116,7 @@ def test_a_run_stopped_in_the_test_resumes_to_the_same_figures(tiny, one_rank, t
     whole = train(tiny(**HELD), one_rank, tmp_path / "whole")
 
     def stop_in_the_test(trainer, name):
-        trainer.requests.signal = signal.SIGUSR1 if name == "test" else None
+        trainer.requests.signal = signal.SIGUSR1 if name == "test" else 0
 
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="after its last batch"):
         on_evaluation(patch, stop_in_the_test)

@@ -175,7 +175,7 @@ def _image_side(trained: Trained) -> int:
 
 def build_loader(trained: Trained, split: "Split", world: "World") -> tuple["Loader", list[str]]:
     """Collective: return this rank's batches of `split`, normalised as in training, and notes."""
-    from utils.data.build import build_valid_loader
+    from utils.data import build
 
-    data = trained.state["data"]
-    return build_valid_loader(trained.config, split, (data["mean"], data["std"]), world)
+    data, (config, notes) = trained.state["data"], build.cap_workers(trained.config, world)
+    return build.build_loader(config, (data["mean"], data["std"]), world, split, training=False), notes

@@ -4,8 +4,9 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from utils.user_code import is_user_code
 BUILDERS: dict[str, Callable[[DataConfig, Split, EpochPlan, Normalise], Loader]] = {
     "torchvision": TorchvisionLoader, "dali": DaliLoader, "device": DeviceLoader, "synthetic": SyntheticLoader,
 }  # fmt: skip
+SomeConfig = TypeVar("SomeConfig", bound=DataConfig)
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 # training and validation images of the datasets that `black_images` can replace
 DATASET_SIZES = {"cifar100": (50_000, 10_000), "cifar10": (50_000, 10_000), "imagenet": (1_281_167, 50_000)}
@@ -105,33 +107,21 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
         remedy = "use dataset imagefolder or imagenet with data_loader torchvision or dali"
         given = f"{config.dataset} with {config.data_loader}"
         raise ConfigError(f"rnd_resized_crop needs images that are decoded in each epoch, not {given}; {remedy}")
-    workers, notes = _count_workers(config, world)
-    splits = ((dataset.train, True), (dataset.valid, False), (dataset.test, False))
-    statistics: Statistics = (dataset.mean, dataset.std)
-    train, valid, *test = (
-        _build_loader(config, split, statistics, workers, world, training) for split, training in splits if split
-    )
-    return Loaders(train, valid, test[0] if test else None, [*dataset.notes, *notes])
+    config, notes = cap_workers(config, world)
+    build = partial(build_loader, config, (dataset.mean, dataset.std), world)
+    test = build(dataset.test, training=False) if dataset.test else None
+    train, valid = build(dataset.train, training=True), build(dataset.valid, training=False)
+    return Loaders(train, valid, test, [*dataset.notes, *notes])
 
 
-def build_valid_loader(
-    config: DataConfig, split: Split, statistics: Statistics, world: World
-) -> tuple[Loader, list[str]]:
-    """Collective: build the loader of this rank that validates on `split`; return it and notes for the log."""
-    workers, notes = _count_workers(config, world)
-    return _build_loader(config, split, statistics, workers, world, training=False), notes
-
-
-def _build_loader(
-    config: DataConfig, split: Split, statistics: Statistics, workers: int, world: World, training: bool
-) -> Loader:
+def build_loader(config: DataConfig, statistics: Statistics, world: World, split: Split, *, training: bool) -> Loader:
+    """Build the loader of this rank that trains or validates on `split`, after `cap_workers`."""
     # NHWC: the loader returns images in the model's memory format
     memory_format = torch.channels_last if config.enable_nhwc else torch.contiguous_format
     normalise = Normalise(*statistics, world.device, memory_format)
     if config.data_loader == "device":
         split = decode_all(split, replace=training)
     plan = _plan_epochs(config, split.labels, world, training)
-    config = config.model_copy(update={"num_data_workers": workers})
     return BUILDERS[config.data_loader](config, split, plan, normalise)
 
 
@@ -150,12 +140,13 @@ def _plan_epochs(config: DataConfig, labels: IntArray, world: World, training: b
     )  # fmt: skip
 
 
-def _count_workers(config: DataConfig, world: World) -> tuple[int, list[str]]:
-    """Collective: return `num_data_workers`, capped to this rank's part of its cores, and a note if it is capped."""
+def cap_workers(config: SomeConfig, world: World) -> tuple[SomeConfig, list[str]]:
+    """Collective: return `config` with `num_data_workers` capped to this rank's part of its cores, and a note if so."""
     if config.data_loader not in LOADERS_WITH_WORKERS:
-        return 0, []
+        return config, []
     here = (platform.node(), sorted(os.sched_getaffinity(0)))
     sharing, cores = world.all_gather(here).count(here), len(here[1])
     workers = min(config.num_data_workers, max(1, cores // sharing))
     note = f"num_data_workers: {workers} instead of {config.num_data_workers}, for {sharing} rank(s) on {cores} cores"
-    return workers, [] if workers == config.num_data_workers else [note]
+    notes = [] if workers == config.num_data_workers else [note]
+    return config.model_copy(update={"num_data_workers": workers}), notes

@@ -189,7 +189,7 @@ class DeviceLoader(Loader):
     def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
         assert isinstance(split, ImageArrays)
         super().__init__(plan, normalise)
-        self.arrays, self.unreadable = split, split.unreadable
+        self.unreadable = split.unreadable
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the memory map is read-only; no code writes to it
             self.images = torch.from_numpy(split.images).to(self.device)
@@ -200,7 +200,6 @@ class DeviceLoader(Loader):
         batches = self.plan.batches(self.epoch, self.first_batch)
         for start in range(0, len(batches), BATCHES_AT_ONCE):
             batches_now = batches[start : start + BATCHES_AT_ONCE]
-            self.arrays.check_file()
             sizes, indices = [len(batch) for batch in batches_now], np.concatenate(batches_now)
             augmentation = self.plan.sample_augmentation(self.epoch, indices)
             maps = iter(())

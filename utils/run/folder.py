@@ -6,7 +6,6 @@ config.yaml[.N]  environment.json  train.log  metrics.jsonl  tb_logs/  checkpoin
 import filecmp
 import itertools
 import os
-import shlex
 import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -59,12 +58,10 @@ def open_run(run: Run, resume: str) -> OpenedRun:
         again = restarted and earlier_job == job
         sign_lock(lock, earlier_job)
         path, state, best = _find_source(checkpoints, "auto" if again else resume, say)
-        pretrained = None
-        if path is None or state is None:
-            if (found := run.read_pretrained()) is not None:
-                pretrained, note = found
-                say(note)
-        else:
+        pretrained = run.read_pretrained() if state is None else None
+        if pretrained is not None:
+            say(pretrained[1])
+        if path is not None and state is not None:
             _check_fit(run, path, state, automatic=resume == "auto" and not again)
             if not _is_best(best, state, run):
                 state, best = state | {"best": checkpoint.NO_BEST}, None
@@ -83,13 +80,13 @@ def open_run(run: Run, resume: str) -> OpenedRun:
         run.resumed_from = path
         run.clock.reached = max((record["step"] for record in read_records(folder)), default=0)
         undo.pop_all()
-    return OpenedRun(lock, state, pretrained)
+    return OpenedRun(lock, state, pretrained[0] if pretrained else None)
 
 
 def _check_fit(run: Run, path: Path, state: State, *, automatic: bool) -> None:
     """Raise an `ExpectedError` if the checkpoint `state` does not fit `run`; log what differs otherwise."""
-    for note in fit.check_settings(path, state["config"], run.config, automatic=automatic):
-        run.log.say(note)
+    for text in fit.check_settings(path, state["config"], run.config, automatic=automatic):
+        run.log.say(f"Resuming with another {text}")
     computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
     fit.check_data(path, state["data"], {key: run.data[key] for key in run.data if key not in computed})
     fit.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
@@ -109,20 +106,18 @@ def _find_source(
     path, state, complaints = (
         (named, checkpoint.read_checkpoint(named), []) if named.is_file() else checkpoint.newest_good(folder)
     )
-    best, best_path = None, (path or folder / "any").with_name("best.pt")
-    try:
-        best = checkpoint.read_checkpoint(best_path) if best_path.exists() else None
-    except CheckpointError as error:
-        complaints = [*complaints, str(error)] if path else complaints
+    if path is None and complaints:
+        remedy = f"resume from {folder / 'best.pt'} with --resume, or start a new run with --resume never"
+        raise CheckpointError(f"{complaints[0]}\nno step's checkpoint in {folder} is intact; {remedy}")
     if path is None or state is None:
-        if complaints:
-            offer = f"--resume {shlex.quote(str(best_path))} resumes from the best one, " if best else ""
-            raise CheckpointError(
-                f"{complaints[0]}\nno step's checkpoint in {folder} is intact; {offer}--resume never starts a new run"
-            )
         if resume != "auto":
             raise CheckpointError(f"--resume {named}: no checkpoint there; give a checkpoint, a run folder or never")
         return None, None, None
+    best, best_path = None, path.with_name("best.pt")
+    try:
+        best = checkpoint.read_checkpoint(best_path) if best_path.exists() else None
+    except CheckpointError as error:
+        complaints.append(str(error))
     for complaint in complaints:
         say(f"Skipped: {complaint}")
     say(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")

@@ -32,8 +32,7 @@ class StopRequests:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.signal: int | None = None
-        self.signal_time = 0.0
+        self.signal, self.signal_time = 0, 0.0  # number, 0: none yet
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self.start_loop()
 
@@ -48,7 +47,7 @@ class StopRequests:
         """Collective: return whether to stop, true on every rank once any of them got a signal."""
         self._batches += 1
         if self.world.world_size == 1:
-            return self.signal is not None
+            return bool(self.signal)
         if self._pending is None:
             if self._batches < self._every:
                 return False
@@ -63,13 +62,12 @@ class StopRequests:
 
     def name(self) -> str:
         """Return the name of the signal, after `poll` has returned true."""
-        assert self.signal is not None
         return signal.Signals(self.signal).name
 
     def _send(self) -> tuple[torch.Tensor, dist.Work]:
         """Start an all-reduce of [signal or 0, microseconds per batch] over gloo, so not through the GPU's queue."""
         microseconds = int(1e6 * (time.monotonic() - self._since) / self._batches)
-        flags = torch.tensor([self.signal or 0, microseconds])
+        flags = torch.tensor([self.signal, microseconds])
         return flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)  # type: ignore[return-value]
 
     def _receive(self) -> tuple[int, int]:
@@ -79,7 +77,7 @@ class StopRequests:
         work.wait()
         self._pending = None
         number, microseconds = flags.tolist()
-        if number and self.signal is None:  # this rank's own copy of one Ctrl-C may still come
+        if number and not self.signal:  # this rank's own copy of one Ctrl-C may still come
             self.signal, self.signal_time = number, time.monotonic()
         return number, microseconds
 
@@ -96,9 +94,9 @@ def listen(requests: StopRequests) -> Iterator[None]:
 
     def remember(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGINT and requests.signal is not None and now - requests.signal_time > ONE_KEYSTROKE:
+        if number == signal.SIGINT and requests.signal and now - requests.signal_time > ONE_KEYSTROKE:
             raise KeyboardInterrupt
-        if requests.signal is None:
+        if not requests.signal:
             requests.signal, requests.signal_time = number, now
             if requests.world.is_main:
                 text = b"\nasked to stop: stopping after this step; Ctrl-C again stops at once, without saving\n"

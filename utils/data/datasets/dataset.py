@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import os
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -44,18 +43,7 @@ class ImageArrays:
 
     def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples:
         """Return the samples `indices`; the other arguments are for `ImageFiles`, which has the same interface."""
-        self.check_file()
         return ReadSamples(self.images[indices], indices, {})
-
-    def check_file(self) -> None:
-        """`DataError` if a memory map's file has been cut: reading beyond its end would kill the process."""
-        owner = self.images
-        while isinstance(owner.base, np.ndarray):
-            owner = owner.base
-        if isinstance(owner, np.memmap) and owner.filename and os.path.exists(owner.filename):
-            found, needed = os.stat(owner.filename).st_size, owner.offset + owner.nbytes
-            if found < needed:
-                raise DataError(f"{owner.filename}: has become shorter: {found} bytes, expected {needed}; restore it")
 
     def identity(self) -> Iterator[bytes]:
         """Yield evenly spaced images."""

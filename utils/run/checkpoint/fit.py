@@ -17,7 +17,7 @@ NEW_RUN = "start a new run with --resume never or another --run-dir"
 
 
 def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, automatic: bool) -> list[str]:
-    """Return a note for each setting that has changed since the checkpoint `path` was written.
+    """Return "KEY OLD -> NEW" of each setting that has changed since the checkpoint `path` was written.
 
     Raises `CheckpointError` if one changed that is fixed on resume. `automatic`: the user has not named what to resume;
     raises `ConfigError` if any training setting changed."""
@@ -36,7 +36,7 @@ def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, 
         raise CheckpointError(
             f"{path}: does not fit this configuration: {shorten(fixed)}\nresume with the saved values, or {NEW_RUN}"
         )
-    return [f"Resuming with another {text}" for text in changes.values()]
+    return [*changes.values()]
 
 
 def check_data(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:

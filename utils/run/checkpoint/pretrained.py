@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from utils.errors import CheckpointError
+from utils.files import name_file_in_error
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.fit import shorten, tensor_problems
 
@@ -25,10 +26,8 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], class_names
     if name is None:
         return None
     path = Path(name)
-    try:
+    with name_file_in_error(path, "pretrained cannot be read", "; name a file of weights", CheckpointError):
         content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"pretrained {path}: cannot be read: {error.strerror}; name a file of weights") from None
     (saved, names), num_classes = _decode(path, content), len(class_names)
     head = _find_head(saved, network, num_classes)
     weights = {name: weight for name, weight in saved.items() if name not in head}

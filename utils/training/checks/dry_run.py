@@ -19,8 +19,6 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     steps = schedule.total_steps // config.max_epochs
     states = state_bytes(config, learner.weights)
-    if config.verify_every_steps is not None:  # a checked step keeps a copy of the state before it
-        states += states - gradient_bytes(learner.weights)
     per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, image_shape)
     activations = per_image * learner.batch.micro_batch_size
     total = f"{(states + activations) / 1e9:.2f} GB"
@@ -43,20 +41,19 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
 
 
 def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
-    """Return the bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average."""
+    """Return the bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average; and
+    with `verify_every_steps` a copy of all but the gradients."""
+
+    def count(tensors: Iterable[Tensor]) -> int:
+        return sum(tensor.nbytes for tensor in tensors)
+
+    # half-precision weights and master weights have gradients at the same time
+    gradients = count({*weights.model.parameters(), *weights.parameters()})
     # AdamW keeps mean and square of the gradients; Muon too except for convolutions, so 2 is its upper bound
     moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
-    average = _bytes(weights.model.state_dict().values()) if config.ema_decay is not None else 0
-    return 2 * gradient_bytes(weights) + moments * _bytes(weights.parameters()) + average
-
-
-def gradient_bytes(weights: MasterWeights) -> int:
-    """Return the bytes of the gradients: half-precision weights and master weights have them at the same time."""
-    return _bytes({*weights.model.parameters(), *weights.parameters()})
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    average = count(weights.model.state_dict().values()) if config.ema_decay is not None else 0
+    kept = gradients + moments * count(weights.parameters()) + average
+    return gradients + kept * (1 if config.verify_every_steps is None else 2)
 
 
 def activation_bytes_per_image(
