@@ -158,9 +158,9 @@ PACKAGES_OF_THE_PRODUCT = {
     "tools/doctor": 900,
     "tools": 4_580,
     "utils/config": 540,
-    "utils/data": 2_180,
+    "utils/data": 2_145,
     "utils/distributed": 895,
-    "utils/run": 1_920,
+    "utils/run": 1_895,
     "utils/training/kernels": 1_510,
     "utils/training": 3_900,
 }
