@@ -23,7 +23,8 @@ class Window(NamedTuple):
     waited: float = 0.0  # seconds of these in which the host waited for input
 
     def plus(self, other: "Window", sign: int = 1) -> "Window":
-        return Window(*(one + sign * two for one, two in zip(self, other, strict=True)))
+        images, seconds, waited = (one + sign * two for one, two in zip(self, other, strict=True))
+        return Window(int(images), seconds, waited)
 
     @property
     def images_per_sec(self) -> float:

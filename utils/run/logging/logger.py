@@ -183,9 +183,9 @@ class RunLogger(AbstractContextManager["RunLogger"]):
                 self._log_error(error)
         for tracker in self.trackers:
             tracker.close(failed=error is not None)
-        for file in (*self._files, *([self.board] if self.board else [])):
+        for close in [file.close for file in self._files] + ([self.board.close] if self.board else []):
             with suppress(OSError):
-                file.close()
+                close()
         self._files, self.board = [], None
 
     def _log_error(self, error: BaseException) -> None:
