@@ -216,6 +216,7 @@ class Peers:
 
     def run(self, action: Callable[[World], None], world: World) -> Failure:
         """Run `action` on every rank; return how the run ended, on the main rank with the message of a stop."""
+        self._store_of_thread = self._store.clone()  # opened now: a rank 0 that is lost after `_meet` never answers
         self._meet(world.device)
         # NCCL's watchdog writes its collectives there before it ends the process; `_read_failure` does it for gloo
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
@@ -223,7 +224,6 @@ class Peers:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder / COLLECTIVES))
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         store, timeout = dist.PrefixStore("group", self._store), timedelta(seconds=self._timeout)
-        self._store_of_thread = self._store.clone()  # opened now: a rank 0 that is lost later never answers
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
         self._limit = max(self._timeout, SHORTEST_SECONDS)
         patience = timedelta(seconds=UNREACHABLE * self._limit)
