@@ -4,8 +4,6 @@ import copy
 import json
 import os
 import shutil
-import sys
-import tempfile
 
 # Before torch is imported, for this process and its children: spinning threads on shared cores slow each other down, up
 # to a hundredfold.
@@ -21,7 +19,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests import forked_python
 from tests.tiny_shards import make_folders
 from tools.common import as_settings
 from tools.prepare_data import __main__ as prepare_data
@@ -69,15 +66,6 @@ RECIPE = {
     "ema_decay": 0.9,
     "progressive_image_sizes": [[16, 0.5]],
 }
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _fork_python():
-    """Fork the processes that tests and tools start as sys.executable; see forked_python.py."""
-    python, folder = sys.executable, os.environ.get(forked_python.FOLDER)
-    sys.executable = f"{folder}/python" if folder else python
-    yield
-    sys.executable = python
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -155,22 +143,9 @@ def refused(capsys):
     return refuse
 
 
-def pytest_configure() -> None:
-    """Set up one server of forked processes for all workers of a session, which inherit the variable."""
-    if forked_python.FOLDER not in os.environ and hasattr(os, "pidfd_open"):
-        forked_python.install(tempfile.mkdtemp(prefix="python-", suffix=f"-{os.getpid()}"))
-
-
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores, since tests of several processes often wait."""
     return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def pytest_unconfigure() -> None:
-    folder = os.environ.get(forked_python.FOLDER, "")
-    if folder.endswith(f"-{os.getpid()}"):
-        shutil.rmtree(folder)
-        del os.environ[forked_python.FOLDER]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from models import build_model
 from models.config import ModelConfig
 from tests.conftest import ROOT
-from tests.processes import PYTHON, without_launcher
+from tests.processes import without_launcher
 
 NAMES = ("README", "profile", "fastest", "many_devices", "warm_up", "failures")
 FILES = [ROOT / f"docs/course/{name}.md" for name in NAMES]
@@ -96,7 +96,7 @@ def test_the_smallest_variant_runs_as_printed(chapter, tmp_path):
         pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
     for name in USED:
         (tmp_path / name).symlink_to(ROOT / name)
-    search = os.pathsep.join([*(str(Path(python).parent) for python in (sys.executable, PYTHON)), os.environ["PATH"]])
+    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     ended = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block],
         cwd=tmp_path, env=without_launcher(os.environ) | {"PATH": search},

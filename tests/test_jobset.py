@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.conftest import ROOT, TINY
-from tests.processes import PYTHON, free_port, make_command, wait_until, without_launcher
+from tests.processes import free_port, make_command, wait_until, without_launcher
 from tools.common import as_settings
 
 MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "jobset.yaml")
@@ -22,23 +23,23 @@ ENVIRONMENT = {variable["name"]: variable["value"] for variable in CONTAINER["en
 class Pods:
     """The container's command in `count` processes, as Kubernetes would start it in `count` pods."""
 
-    def __init__(self, folder: Path, count: int, ranks: int, *arguments: str) -> None:
+    def __init__(self, folder, count, ranks, *arguments):
         self.processes, port = [], free_port()
         for index in range(count):
             variables = ENVIRONMENT | {"NODES": str(count), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
             variables |= {"JOB_COMPLETION_INDEX": str(index), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-            variables["PATH"] = f"{folder}:{Path(PYTHON).parent}:{os.environ['PATH']}"
+            variables["PATH"] = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
             with (folder / f"pod{index}.log").open("a") as log:
                 command = [*CONTAINER["command"], *arguments]
                 environment = without_launcher(os.environ) | variables
                 process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
             self.processes.append(process)
 
-    def wait(self) -> list[int]:
+    def wait(self):
         return [process.wait(timeout=120) for process in self.processes]
 
 
-def fake_command(folder: Path, action: str) -> None:
+def fake_command(folder, action):
     """Write a `python` that records its rank and arguments and then runs `action`, in bash."""
     make_command(folder, "python", f'echo "$RANK $LOCAL_RANK $WORLD_SIZE $*" >"{folder}/rank.$RANK"\n{action}')
 

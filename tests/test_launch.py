@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import utils.distributed.ranks
-from tests.processes import PYTHON, ROOT, wait_until, without_launcher
+from tests.processes import ROOT, wait_until, without_launcher
 from utils.distributed.launch import (
     LOOPBACK_OPTIONS,
     LOOPBACK_VARIABLES,
@@ -119,7 +119,7 @@ def test_a_job_keeps_its_name_when_it_is_restarted():
     name = job_name({"TORCHELASTIC_RUN_ID": "none"})
     assert name == job_name({"TORCHELASTIC_RUN_ID": "none"}) and name.startswith(f"torchrun {os.getppid()} ")
     code = "import os; from utils.distributed.launch import job_name; print(job_name(os.environ))"
-    other = launch("sh", "-c", f"{PYTHON} -c '{code}'; true", TORCHELASTIC_RUN_ID="none").stdout.strip()
+    other = launch("sh", "-c", f"{sys.executable} -c '{code}'; true", TORCHELASTIC_RUN_ID="none").stdout.strip()
     assert other.startswith("torchrun ") and other != name
 
 
@@ -202,7 +202,7 @@ def test_starting_ranks_end_when_torchrun_is_killed(tmp_path, store):
     command, variables = torchrun_here(2, tmp_path / "rendezvous")
     if store == "torchrun's":
         command, variables = [*command[:3], "--standalone", "--nproc_per_node=2"], {}
-    command, quiet = [PYTHON, *command[1:], *SHORT, f"--run-dir={tmp_path}/run"], subprocess.DEVNULL
+    command, quiet = [*command, *SHORT, f"--run-dir={tmp_path}/run"], subprocess.DEVNULL
     environment = without_launcher(os.environ) | variables
     agent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet)
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
@@ -215,7 +215,7 @@ def test_starting_ranks_end_when_torchrun_is_killed(tmp_path, store):
     wait_until("end of the ranks", 60, lambda: not have_torch(ranks))
 
 
-def have_torch(processes: list[str]) -> list[str]:
+def have_torch(processes):
     """Return the processes that have loaded torch and have not ended."""
     maps = {process: Path(f"/proc/{process}/maps") for process in processes}
     return [process for process, file in maps.items() if file.exists() and "libtorch_cpu" in file.read_text()]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import ROOT, TINY, as_options, read_records
-from tests.processes import PYTHON, wait_until, without_launcher
+from tests.processes import wait_until, without_launcher
 from tools.common import print_table
 from utils.data.loader import report_unreadable
 from utils.errors import print_text
@@ -39,16 +39,16 @@ def ended(words, stdout=subprocess.PIPE, text=True, **variables):
 
 
 def training(folder, **settings):
-    return [PYTHON, "train.py", "--config=default", f"--run-dir={folder}", *as_options(TINY | settings)]
+    return [sys.executable, "train.py", "--config=default", f"--run-dir={folder}", *as_options(TINY | settings)]
 
 
 ANSWERS = {
     "a tool": command("print('x' * 2**20)"),
     "a short answer": command("print('x')"),
-    "--list-configs": [PYTHON, "train.py", "--list-configs"],
-    "--help": [PYTHON, "train.py", "--help"],
-    "the commands": [PYTHON, "__main__.py"],
-    "a dry run": [PYTHON, "train.py", "--dry-run", *as_options(TINY)],
+    "--list-configs": [sys.executable, "train.py", "--list-configs"],
+    "--help": [sys.executable, "train.py", "--help"],
+    "the commands": [sys.executable, "__main__.py"],
+    "a dry run": [sys.executable, "train.py", "--dry-run", *as_options(TINY)],
 }
 
 

@@ -249,7 +249,7 @@ def test_a_stopped_rank_ends_the_others(tmp_path, rank, agent_store, line):
     variables = [torchrun_variables(number, 3, port, **others) for number in range(3)]
     job = Job(tmp_path, play_within, (LIMIT, None, "lose", rank, signal.SIGSTOP, True), variables)
     for number in {0, 1, 2} - {rank}:
-        job.processes[number].wait(LONG / 2)
+        job.processes[number].join(LONG / 2)
     job.processes[rank].kill()
     check_ends(job.wait(LONG), [-9 if number == rank else 1 for number in range(3)], line)
 

@@ -3,12 +3,13 @@
 import os
 import signal
 import subprocess
+import sys
 
 import pytest
 import torch
 
 from tests.conftest import ROOT, TINY, as_options, read_records, without_times
-from tests.processes import PYTHON, wait_until, without_launcher
+from tests.processes import wait_until, without_launcher
 from tests.test_train import run
 from tools.verify_resume import compare
 from train import Trainer
@@ -149,7 +150,7 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     """Sent to every process of the run, loader workers included, as torchrun, Slurm and a terminal do."""
     keys = TINY | {"limit_train_batches": 40, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}
     folder = tmp_path / "run"
-    command = [PYTHON, "train.py", "--config=bs128-opt", f"--run-dir={folder}", *as_options(keys)]
+    command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={folder}", *as_options(keys)]
     environment = without_launcher(os.environ)
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)

@@ -3,10 +3,11 @@
 import os
 import socket
 import subprocess
+import sys
 
 import pytest
 
-from tests.processes import PYTHON, ROOT, without_launcher
+from tests.processes import ROOT, without_launcher
 
 STOP = "import os, time; time.sleep(1); os.kill(os.getppid(), 15)\nwhile True: pass"
 ENDS = {
@@ -22,7 +23,7 @@ def torchrun(tmp_path, program, *options):
     script, file = tmp_path / "program.py", tmp_path / "torchrun.log"
     script.write_text(program)
     meeting = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'meeting'}"]
-    command = [PYTHON, "-m", "tools.torchrun", str(file), *(options or meeting), str(script)]
+    command = [sys.executable, "-m", "tools.torchrun", str(file), *(options or meeting), str(script)]
     environment = without_launcher(os.environ)
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     return ended.returncode, ended.stderr.splitlines(), file

@@ -4,14 +4,12 @@ import json
 import random
 import re
 import shutil
-import sys
 import time
 
 import pytest
 import torch
 
 from tests.conftest import ROOT, TINY, as_options
-from tests.processes import PYTHON
 from tools import verify_resume
 from tools.verify_resume import RunCommand, compare, main, train_and_kill
 from train import Trainer
@@ -73,7 +71,6 @@ def scripted(tmp_path, monkeypatch):
     """scripted(TEXT) makes this the train.py under test."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(verify_resume, "TRAIN", tmp_path / "train.py")
-    monkeypatch.setattr(sys, "executable", PYTHON)  # starts at once, where the forking server may not run yet
     return (tmp_path / "train.py").write_text
 
 
