@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from tests.processes import ROOT, wait_until
@@ -49,7 +48,7 @@ wait
 """
 
 
-def why_not() -> str | None:
+def why_not():
     """Return why this machine cannot run the cluster, or None."""
     commands = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
     missing = [command for command in commands if not shutil.which(command, path=os.environ["PATH"] + ":/usr/sbin")]
@@ -63,7 +62,7 @@ def why_not() -> str | None:
 class SlurmCluster:
     """A context manager: nodes node1..nodeN are idle on entry and removed on exit."""
 
-    def __init__(self, folder: Path, num_nodes: int, settings: str = "") -> None:
+    def __init__(self, folder, num_nodes, settings=""):
         self.folder, self.settings = folder, settings  # further lines of slurm.conf
         self.addresses = {f"node{i}": f"{SUBNET}{i}" for i in range(1, num_nodes + 1)}
         self.hosts: dict[str, subprocess.Popen[bytes]] = {}
@@ -73,7 +72,7 @@ class SlurmCluster:
         self.conf = str(folder / "slurm.conf")
         self.env = os.environ | {"SLURM_CONF": self.conf}
 
-    def __enter__(self) -> "SlurmCluster":
+    def __enter__(self):
         self._write_files()
         try:
             if self.cgroup:
@@ -88,44 +87,40 @@ class SlurmCluster:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         self._power_off()
 
-    def submit(self, script, *args, options=(), cwd: Path, **env: str) -> int:
+    def submit(self, script, *args, options=(), cwd, **env):
         """Run sbatch in folder cwd, with env added; return the job's id."""
         return int(self.client("sbatch", "--parsable", *options, str(script), *args, cwd=cwd, env=env))
 
-    def job(self, job: int) -> dict[str, str]:
+    def job(self, job):
         words = self.client("scontrol", "-o", "show", "job", str(job)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, job: int, timeout: float, state: str | None = None) -> dict[str, str]:
+    def wait(self, job, timeout, state=None):
         """Wait for the state, or any final state; return the job's fields. AssertionError after timeout seconds."""
 
-        def reached() -> dict[str, str] | None:
+        def reached():
             fields = self.job(job)
             return fields if fields["JobState"] in (FINAL_STATES if state is None else {state}) else None
 
         fields: dict[str, str] = wait_until(f"{state or 'end'} of job {job}", timeout, reached)
         return fields
 
-    def cancel(self, job: int, *options: str) -> None:
-        """Run scancel: `-s SIGNAL` signals the steps, `-b -s SIGNAL` the batch shell."""
-        self.client("scancel", *options, str(job))
-
-    def node_states(self) -> dict[str, str]:
+    def node_states(self):
         """Return {node: state as printed by sinfo}; {} if Slurm does not answer."""
         with contextlib.suppress(subprocess.CalledProcessError):
             lines = self.client("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
             return dict(line.split(None, 1) for line in lines)
         return {}
 
-    def kill_node(self, name: str) -> None:
+    def kill_node(self, name):
         """Power the node off; its peers do not see their connections close."""
         self.client("ip", "link", "delete", f"v-{name}")
         self._kill_host(name)
 
-    def boot_node(self, name: str) -> None:
+    def boot_node(self, name):
         self._boot(name, self.addresses[name], BOOT_NODE)
         # The card keeps its hardware address, as a real one does. Otherwise other nodes send to the old one for 20 s.
         card = f"02:00:00:00:00:{int(name.removeprefix('node')):02x}"
@@ -133,7 +128,7 @@ class SlurmCluster:
         self.client("ip", "link", "add", f"v-{name}", "type", "veth", *peer)
         self.client("ip", "link", "set", f"v-{name}", "master", "br0", "up")
 
-    def pids(self, name: str) -> dict[int, str]:
+    def pids(self, name):
         """Return {process id on this machine: command line} of all processes on the node."""
         namespace = os.readlink(f"/proc/{self.hosts[name].pid}/ns/net")
         found = {}
@@ -143,12 +138,12 @@ class SlurmCluster:
                     found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
-    def client(self, *command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+    def client(self, *command, cwd=None, env=None):
         """Run a command on the controller's host and return its output; CalledProcessError if it fails."""
         enter = [NSENTER, "--target", str(self.hosts[CONTROLLER].pid), "--net", "--uts"]
         return subprocess.check_output([*enter, *command], cwd=cwd, env=self.env | (env or {}), text=True)
 
-    def _boot(self, name: str, address: str, script: str) -> None:
+    def _boot(self, name, address, script):
         start = f'hostname "$0"; HOSTNAME=$0; mount --bind "$1/hosts" /etc/hosts; ip link set lo up; {script}'
         spaces = ["--net", "--uts", "--mount", "--propagation=slave", "--pid", "--fork", "--mount-proc"]
         # If this process is killed, the kernel kills unshare, and with it the host's first process.
@@ -162,7 +157,7 @@ class SlurmCluster:
         ours = os.readlink("/proc/self/ns/net")
         wait_until(f"host {name}", 10, lambda: os.readlink(f"/proc/{host.pid}/ns/net") != ours, 0.01)
 
-    def _kill_host(self, name: str) -> None:
+    def _kill_host(self, name):
         host = self.hosts.pop(name)
         # Its only child is the namespace's first process. Killing that makes the kernel kill, and wait for, all others.
         children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
@@ -170,14 +165,14 @@ class SlurmCluster:
             os.kill(int(pid), signal.SIGKILL)
         host.wait(10)
 
-    def _power_off(self) -> None:
+    def _power_off(self):
         for name in [*self.hosts]:
             self._kill_host(name)
         if self.cgroup:  # can be removed shortly after its last process has ended
             remove = ["find", str(self.cgroup), "-depth", "-type", "d", "-delete"]
             wait_until(f"end of {self.cgroup}", 10, lambda: not subprocess.run(remove, check=False).returncode)
 
-    def _write_files(self) -> None:
+    def _write_files(self):
         for name in ["munge", "state", *(f"spool/{node}" for node in self.addresses)]:
             (self.folder / name).mkdir(parents=True)
         (self.folder / "munge").chmod(0o700)
@@ -226,7 +221,7 @@ PartitionName=low-grace Nodes=ALL GraceTime=60
 """)
 
 
-def link_project(folder: Path) -> Path:
+def link_project(folder):
     """Link the project as jobs see it, without train.py; their output stays out of the real folder."""
     folder.mkdir(exist_ok=True)
     for name in ["config", "models", "tools", "utils", "submit.slr", "submit_multinode.slr"]:
@@ -237,7 +232,7 @@ def link_project(folder: Path) -> Path:
 class SlurmRun:
     """One training over all its jobs: the last job's id, their output, the run's folder."""
 
-    def __init__(self, cluster: SlurmCluster, project: Path, name: str, settings: Mapping[str, object]) -> None:
+    def __init__(self, cluster, project, name, settings):
         self.cluster, self.project, self.job = cluster, project, 0
         self.folder, self.output = project / "expts" / name, project / f"{name}.out"
         self.words = [f"--run-dir={self.folder}", *(f"--set={key}={value}" for key, value in settings.items())]
@@ -250,20 +245,20 @@ class SlurmRun:
         self.job = self.cluster.submit(self.project / script, *words, options=options, cwd=self.project, **base)
         return self
 
-    def log(self) -> str:
+    def log(self):
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
-    def wait_for(self, text: str) -> None:
+    def wait_for(self, text):
         wait_until(lambda: f"{text!r} in the log:\n{self.log()}", 120, lambda: text in self.log())
 
-    def fields(self) -> dict[str, str]:
+    def fields(self):
         return self.cluster.job(self.job)
 
-    def end(self, state: str) -> dict[str, str]:
+    def end(self, state):
         """Wait for the job's end, check its state, return its fields."""
         fields = self.cluster.wait(self.job, 300)
         assert fields["JobState"] == state, f"{fields['JobState']} {fields['ExitCode']}, not {state}:\n{self.log()}"
         return fields
 
-    def records(self, *kinds: str) -> list[dict]:
+    def records(self, *kinds):
         return read_records(self.folder / METRICS, *kinds)

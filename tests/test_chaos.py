@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, meet_faults
+from tests.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, ForkedRun, meet_faults
 from tests.faults.kinds import KINDS, Fault, plan_faults
-from tests.faults.ranks import ForkedRun
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 

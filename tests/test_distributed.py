@@ -5,7 +5,6 @@ import itertools
 import os
 import re
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ import utils.training.batches
 from models import build_model
 from tests.conftest import read_records, tiny_config
 from tests.processes import complaints, run_job
-from utils.config import Config
 from utils.config.command_line import Arguments
 from utils.data.loader import AugmentedImages, DeviceLoader
 from utils.data.sampling import EpochPlan
@@ -38,11 +36,11 @@ from utils.training.step import compiles
 BATCH = 24  # 1, 2, 3 and 4 ranks share it evenly
 
 
-def configuration(**changes: Any) -> Config:
+def configuration(**changes):
     return tiny_config(**{"batch_size": BATCH, "limit_valid_batches": None} | changes)
 
 
-def train_some_steps(world: World, num_steps: int, **changes: Any) -> dict[str, Any]:
+def train_some_steps(world, num_steps, **changes):
     """Return the state after some steps, and the number of the gradients' storages.
 
     BatchNorm is in eval mode, which does not keep an untrained network's activations in range: in float32, rounding
@@ -78,14 +76,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_result(folder: Path, function: Callable[..., Any], *arguments: Any) -> int:
-    def action(world: World) -> None:
+def save_result(folder, function, *arguments):
+    def action(world):
         torch.save(function(world, *arguments), folder / f"{world.rank}.pt")
 
     return utils.distributed.ranks.run_ranks(action, "cpu", 60)
 
 
-def on_ranks(folder: Path, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def on_ranks(folder, world_size, function, *arguments):
     """Return what `function(world, *arguments)` returns on each rank. Nothing is printed on stderr."""
     own = folder / f"on-{world_size}"
     ended = run_job(own, world_size, save_result, own, function, *arguments)
@@ -93,11 +91,11 @@ def on_ranks(folder: Path, world_size: int, function: Callable[..., Any], *argum
     return [torch.load(own / f"{rank}.pt") for rank in range(world_size)]
 
 
-def train_variants(world: World, num_steps: int, variants: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def train_variants(world, num_steps, variants):
     return {name: train_some_steps(world, num_steps, **changes) for name, changes in variants.items()}
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a, b):
     """Distance in the Euclidean norm, relative to b."""
     return float((a.double() - b.double()).norm() / b.double().norm())
 
@@ -106,7 +104,7 @@ ACCUMULATIONS = {f"accumulated {number}": {"micro_batch_size": BATCH // number} 
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def one_process(tmp_path_factory):
     """Results of 20 steps in one process: the reference `plain`, and with accumulation."""
     folder = tmp_path_factory.mktemp("one")
     return on_ranks(folder, 1, train_variants, 20, {"plain": {}} | ACCUMULATIONS)[0]
@@ -114,14 +112,14 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process(tmp_path, one_process, world_size):
-    results = on_ranks(tmp_path, world_size, train_variants, 20, {"plain": {}})
+    results, expected = on_ranks(tmp_path, world_size, train_variants, 20, {"plain": {}}), one_process["plain"]
     assert len({result["plain"]["sample"] for result in results}) == world_size  # ranks have different dropout
-    for result in results:
+    for result in (result["plain"] for result in results):
         for name in ("weights", "gradients"):
-            assert distance(result["plain"][name], one_process["plain"][name]) < 1e-6, name
-        metrics, expected = result["plain"]["metrics"], one_process["plain"]["metrics"]
-        assert (metrics["images"], metrics["acc1"]) == (20 * BATCH, expected["acc1"])
-        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert distance(result[name], expected[name]) < 1e-6, name
+        metrics = result["metrics"]
+        assert (metrics["images"], metrics["acc1"]) == (20 * BATCH, expected["metrics"]["acc1"])
+        assert metrics["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)
@@ -144,7 +142,7 @@ def test_all_options_of_ddp_give_the_same(tmp_path):
     assert first["small buckets"]["storages"] > 3
 
 
-def repeat_a_step(world: World) -> tuple[list[torch.Tensor], bool]:
+def repeat_a_step(world):
     """Return the gradients of the same step, taken three times, and whether building DDP changed nothing."""
     torch.manual_seed(0)
     model = build_model(configuration())
@@ -172,12 +170,12 @@ def test_the_first_step_sums_gradients_in_the_order_of_later_steps(tmp_path):
 # ---- whole runs
 
 
-def run_program(folder: Path, changes: dict[str, Any], resume: str = "auto") -> int:
+def run_program(folder, changes, resume="auto"):
     torch.use_deterministic_algorithms(True)
     return train.main(Arguments(configuration(**changes), "test", folder, resume, dry_run=False))
 
 
-def epochs_of(tmp_path: Path, name: str, world_size: int, **changes: Any) -> list[dict[str, Any]]:
+def epochs_of(tmp_path, name, world_size, **changes):
     """Return the epoch records of a whole run on `world_size` ranks; an existing run is resumed, also with changes."""
     run = tmp_path / name
     resume = [str(run.resolve())] if run.resolve().exists() else []
@@ -286,7 +284,7 @@ def test_a_failure_on_one_rank_ends_both_and_is_printed_once(tmp_path, name):
 VALIDATION_SIZES = (2, 7, 100)
 
 
-def validate(world: World) -> dict[int, dict[str, float]]:
+def validate(world):
     """Validate the first few images, also in fewer batches than there are ranks."""
     trainer = train.Trainer(configuration(), world)
     trainer.run.log = RunLogger(Path(), enabled=False, to_screen=False, to_tensorboard=False)
@@ -313,14 +311,10 @@ def test_validation_is_exact_at_any_world_size(tmp_path):
 
 def test_settings_that_cannot_work_here_are_refused(one_rank):
     pair, gpus = (World(rank=0, local_rank=0, world_size=2, device=torch.device(kind)) for kind in ("cpu", "cuda:0"))
+    sync, needs_cuda = {"enable_sync_bn": True}, "needs CUDA devices, this run is on cpu"
     for function, changes, world, message in (
-        (
-            synchronise_batch_norm,
-            {"enable_sync_bn": True},
-            pair,
-            "enable_sync_bn needs CUDA devices, this run is on cpu",
-        ),
-        (distribute, {"parallel": "dataparallel"}, one_rank, "dataparallel needs CUDA devices, this run is on cpu"),
+        (synchronise_batch_norm, sync, pair, f"enable_sync_bn {needs_cuda}"),
+        (distribute, {"parallel": "dataparallel"}, one_rank, f"dataparallel {needs_cuda}"),
         (distribute, {"parallel": "dataparallel"}, gpus, "dataparallel is one process for all GPUs, not 2"),
         (distribute, {"parallel": "no_communication"}, one_rank, "no_communication compares several ranks"),
     ):

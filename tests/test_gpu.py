@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import RECIPE, read_records
+from tests.conftest import RECIPE
 from tests.test_optimizer import half_weights_after_three_updates
 from tools.bench.training import build_measured
 from train import Trainer
@@ -132,32 +132,11 @@ def test_the_fused_update_of_half_weights_is_right(tiny, gpu, nesterov, dtype):
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("mode", EAGER)
-def test_no_step_waits_for_the_device(tiny, gpu, mode, graphs):
-    config = on_gpu(tiny, enable_cuda_graphs=graphs, enable_prefetch=True, **MODES[mode])
-    trainer = Trainer(config, gpu)
-    trainer.learner.model.train()
-    for number in range(GRAPH_WARMUP_STEPS + 4):
-        trainer.loaders.train.set_epoch(number)
-        batches = prefetch(config, iter(trainer.loaders.train), gpu.device)
-        images, labels = next(batches)
-        if number > GRAPH_WARMUP_STEPS:  # the first steps choose algorithms and capture
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            set_learning_rate(trainer.learner.optimizer, 0.5)
-            trainer.learner.step(images, labels, trainer.learner.sums)
-            next(batches)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"enable_amp": True, "enable_cuda_graphs": True}, {"enable_amp": True, **RECIPE}]
-)
-def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_path, monkeypatch, changes):
+@pytest.mark.parametrize("changes", [*(pytest.param(MODES[mode], id=mode) for mode in EAGER), RECIPE])
+def test_no_epoch_waits_for_the_device_outside_its_log_points(tiny, gpu, tmp_path, monkeypatch, changes, graphs):
     """In the second epoch; in the first, algorithms are chosen and steps captured."""
     few = {"log_freq": 1000, "limit_train_batches": GRAPH_WARMUP_STEPS + 4, "max_epochs": 4, "enable_prefetch": True}
-    trainer = Trainer(on_gpu(tiny, **few, **changes), gpu)
+    trainer = Trainer(on_gpu(tiny, enable_cuda_graphs=graphs, **few, **changes), gpu)
     log_point, log_points = trainer._log_point, []
 
     def wait_here(iteration, images):
@@ -217,20 +196,6 @@ def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
         del training  # NCCL would wait for its graph, which holds NCCL calls
     finally:
         dist.destroy_process_group()
-
-
-def test_fastest_trains_saves_and_resumes(tiny, gpu, tmp_path):
-    def run(epochs, resume):
-        changes = {"device": "cuda", "limit_train_batches": 20, "max_epochs": epochs}
-        trainer = Trainer(tiny("fastest", **changes), gpu, tmp_path, "fastest", resume)
-        trainer.train()
-        return trainer
-
-    first = run(2, "auto")
-    assert isinstance(first.learner.step, GraphedStep) and first.learner.step.captured
-    assert run(3, str(tmp_path)).learner.steps == 60
-    trained = [epoch["loss/train"] for epoch in read_records(tmp_path, "epoch")]
-    assert len(trained) == 3 and trained[2] < trained[0]
 
 
 def test_the_gpus_random_state_is_restored(gpu):

@@ -49,17 +49,17 @@ ON_TWO_NODES = ON_ONE_NODE | {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_
 IN_ARRAY = {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}
 
 
-def silent(times: int, then: str = RUNNING) -> str:
+def silent(times, then=RUNNING):
     """A scontrol that fails this many times and then answers."""
     return f'echo >>asked; (($(grep -c "" asked) > {times})) || exit 1\n{then}'
 
 
-def reports(status: str, after: int) -> str:
+def reports(status, after):
     """A srun whose train.py reports one status, and that exits with another."""
     return f'echo {status} >"$TRAIN_EXIT_STATUS_FILE"; exit {after}'
 
 
-def stops(number: str, gets: str) -> str:
+def stops(number, gets):
     """A srun during which the batch shell, and for TERM the step too, get a signal. It saves as train.py does if it
     `gets` these signals in total; torchrun turns its status 75 into 1."""
     return f"""
@@ -76,7 +76,7 @@ def stops(number: str, gets: str) -> str:
 class FakeJob:
     """A batch script run with fakes of every command except TOOLS; `calls` holds the fakes' arguments."""
 
-    def __init__(self, folder: Path, fakes: Mapping[str, str | None] | None = None, /, **environment: str):
+    def __init__(self, folder, fakes=None, /, **environment):
         self.folder, self.calls, commands = folder, folder / "calls", folder / "commands"
         self.calls.mkdir(parents=True)
         commands.mkdir()
@@ -88,30 +88,30 @@ class FakeJob:
             (folder / name).symlink_to(ROOT / name)
         self.environment = {"PATH": str(commands), **ON_ONE_NODE, **environment}
 
-    def run(self, script: str, *args: str, cwd: Path | None = None) -> tuple[int, str]:
+    def run(self, script, *args, cwd=None):
         """Run to the end; return exit status and stderr."""
         command, how = ["bash", str(self.folder / script), *args], {"stderr": subprocess.PIPE, "text": True}
         done = subprocess.run(command, cwd=cwd or self.folder, env=self.environment, timeout=120, check=False, **how)
         return done.returncode, done.stderr
 
-    def lines(self, file: str) -> list[str]:
+    def lines(self, file):
         return (self.folder / file).read_text().splitlines()
 
-    def arguments(self, command: str) -> list[list[str]]:
+    def arguments(self, command):
         """Return the arguments of each call of the command."""
         calls = sorted(self.calls.glob(f"{command}.*"), key=lambda call: call.stat().st_mtime_ns)
         return [call.read_text().split("\0")[:-1] for call in calls]
 
-    def requeued(self) -> str:
+    def requeued(self):
         """Return the name of the job that the script has requeued, or an empty text."""
         return "".join(words[1] for words in self.arguments("scontrol") if words[0] == "requeue")
 
-    def torchrun(self) -> list[list[str]]:
+    def torchrun(self):
         """Return the arguments of tools.torchrun on each node: its log and torchrun's."""
         return [words[2:] for words in self.arguments("python") if words[:2] == ["-m", "tools.torchrun"]]
 
 
-def link_commands(folder: Path, names: list[str]) -> None:
+def link_commands(folder, names):
     """Link these commands into the folder."""
     for name in names:
         target = shutil.which(name)
@@ -120,41 +120,35 @@ def link_commands(folder: Path, names: list[str]) -> None:
 
 
 def test_headers_differ_only_in_requested_resources():
-    def headers(script, prefix):
-        found = re.findall(rf"^{prefix}SBATCH --([a-z-]+)(?:=(\S+))?$", (ROOT / script).read_text(), re.MULTILINE)
-        return dict(found)
-
-    one, many = (headers(script, "#") for script in SCRIPTS)
+    pattern, texts = r"^{}SBATCH --([a-z-]+)(?:=(\S+))?$", [(ROOT / script).read_text() for script in SCRIPTS]
+    one, many = (dict(re.findall(pattern.format("#"), text, re.MULTILINE)) for text in texts)
     differ = {key for key in one.keys() | many.keys() if one.get(key) != many.get(key)}
     assert differ == {"nodes", "gpus-per-node", "cpus-per-task", "exclusive"}
-    assert one["signal"] == "B:USR1@120"
-    assert "/" not in one["output"]  # a folder would have to exist before sbatch
-    for script in SCRIPTS:
-        assert list(headers(script, "##")) == ["account", "partition", "qos", "constraint", "gres"]
+    assert one["signal"] == "B:USR1@120" and "/" not in one["output"]  # a folder would have to exist before sbatch
+    for text in texts:
+        off = dict(re.findall(pattern.format("##"), text, re.MULTILINE))
+        assert list(off) == ["account", "partition", "qos", "constraint", "gres"]
 
 
 SITE = {"TRAIN_CONFIG": "quickstart", "PROCESSES_PER_NODE": "3", "NETWORK_INTERFACE": "hsn0", "MAX_RESTARTS": "2"}
+ONE_NODE = (
+    "--nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --nnodes=1 --nproc_per_node=2 --max_restarts=0 "
+    "--rdzv_backend=c10d --rdzv_id=4 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --config=bs128-opt"
+)
+TWO_NODES = (
+    "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --nnodes=2 --nproc_per_node=8 --max_restarts=0 "
+    "--rdzv_endpoint=node1:10004 --config=bs2048-warmup-opt"
+)
+AT_SITE = ON_TWO_NODES | SITE | {"ACTIVATE": "false; false | true; export ACTIVATED=$UNSET_VARIABLE,yes"}
+AT_SITE_STEP = "ACTIVATED=,yes NCCL_SOCKET_IFNAME=hsn0 GLOO_SOCKET_IFNAME=hsn0 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+NO_GPU = {"SLURM_GPUS_PER_NODE": "0", "SLURM_GPUS_ON_NODE": ""}
 STARTS = {  # environment of the job; options of srun and torchrun; environment of the step
-    "one node": (
-        {},
-        "--nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=0 --nnodes=1 --nproc_per_node=2 --max_restarts=0 "
-        "--rdzv_backend=c10d --rdzv_id=4 --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --config=bs128-opt",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-    ),
-    "two nodes": (
-        ON_TWO_NODES,
-        "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --nnodes=2 --nproc_per_node=8 --max_restarts=0 "
-        "--rdzv_endpoint=node1:10004 --config=bs2048-warmup-opt",
-        "",
-    ),
-    "site": (
-        ON_TWO_NODES | SITE | {"ACTIVATE": "false; false | true; export ACTIVATED=$UNSET_VARIABLE,yes"},
-        "--config=quickstart --nproc_per_node=3 --max_restarts=2",
-        "ACTIVATED=,yes NCCL_SOCKET_IFNAME=hsn0 GLOO_SOCKET_IFNAME=hsn0 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-    ),
+    "one node": ({}, ONE_NODE, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    "two nodes": (ON_TWO_NODES, TWO_NODES, ""),
+    "site": (AT_SITE, "--config=quickstart --nproc_per_node=3 --max_restarts=2", AT_SITE_STEP),
     # with sbatch --gres=gpu:2, srun would use the number in the #SBATCH line
     "two GPUs instead of one": ({"SLURM_GPUS_PER_NODE": "1"}, "--nproc_per_node=2", "SLURM_GPUS_PER_NODE=2"),
-    "no GPU": ({"SLURM_GPUS_PER_NODE": "0", "SLURM_GPUS_ON_NODE": ""}, "--nproc_per_node=1", "SLURM_GPUS_PER_NODE=0"),
+    "no GPU": (NO_GPU, "--nproc_per_node=1", "SLURM_GPUS_PER_NODE=0"),
     # ports of successive jobs differ and are below ephemeral ports
     "lowest port": (ON_TWO_NODES | {"SLURM_JOB_ID": "20000"}, "--rdzv_endpoint=node1:10000", ""),
     "container": ({"SRUN_OPTIONS": "--container-image=x --mpi=none"}, "--container-image=x --mpi=none", ""),
@@ -279,18 +273,18 @@ class Case(NamedTuple):
     words: tuple[str, ...] = ()  # for train.py
 
 
-def refused(says: str, words: tuple[str, ...] = (), **environment: str) -> Case:
+def refused(says, words=(), **environment):
     return Case(2, says, starts=False, environment=environment, words=words)
 
 
-def stopped(number: str, gets: str, scontrol: str | None, requeued: str, says: str = "", **environment: str) -> Case:
+def stopped(number, gets, scontrol, requeued, says="", **environment):
     """TERM goes to the step itself only if Slurm is ending the job: srun would kill its tasks on SIGTERM."""
     says = says or f"saved\nsubmit.slr: requeued as job {requeued}\n"
     fakes = {"srun": stops(number, gets), "scontrol": scontrol}
     return Case(75, says, requeued, True, fakes, environment, ("--set", "a=b c", "--resume", "never"))
 
 
-def no_torchrun(log: str, reported: str, restarts: str, status: int, requeued: str, says: str = "", save=True) -> Case:
+def no_torchrun(log, reported, restarts, status, requeued, says="", save=True):
     """torchrun of node2 is gone, as after a node that rebooted before Slurm noticed. Its log ends with `log`; a
     checkpoint was saved since this start, or only before it."""
     report = f'echo {reported} >"$TRAIN_EXIT_STATUS_FILE"; ' if reported else ""
@@ -303,7 +297,7 @@ def no_torchrun(log: str, reported: str, restarts: str, status: int, requeued: s
     return Case(status, says, requeued, fakes={"srun": srun, "scontrol": HOSTNAMES}, environment=environment)
 
 
-def out_of_memory(line: str, status: int = 137, reported: str = "", kernel: str = "", says: str = "") -> Case:
+def out_of_memory(line, status=137, reported="", kernel="", says=""):
     """The job's output ends with `line`, after messages of an earlier start; torchrun's log has no traceback."""
     report = f'echo {reported} >"$TRAIN_EXIT_STATUS_FILE"; ' if reported else ""
     srun = f"""
@@ -473,11 +467,9 @@ def test_port_in_use_is_reported_before_any_node_starts(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job = FakeJob(tmp_path, **ON_TWO_NODES, MASTER_PORT=str(port))
-        status, output = job.run("submit_multinode.slr")
-    assert status == 2 and not job.arguments("srun")
-    remedy = "choose another with MASTER_PORT=..."
-    assert output == f"submit_multinode.slr: port {port} of node1 is in use, perhaps by another job; {remedy}\n"
-    assert not list(tmp_path.glob("expts/.slurm*"))
+        message = f"port {port} of node1 is in use, perhaps by another job; choose another with MASTER_PORT=..."
+        assert job.run("submit_multinode.slr") == (2, f"submit_multinode.slr: {message}\n")
+    assert not job.arguments("srun") and not list(tmp_path.glob("expts/.slurm*"))
 
 
 CHECK_NODE = ROOT / "examples/slurm/check_node.sh"
@@ -571,7 +563,7 @@ def project(tmp_path_factory):
     return folder
 
 
-def epochs(run: SlurmRun) -> list[dict]:
+def epochs(run):
     """Return the records of the epochs without the measured times."""
     return [{key: value for key, value in record.items() if "sec" not in key} for record in run.records("epoch")]
 
@@ -596,43 +588,34 @@ def test_two_nodes_complete_and_a_bare_srun_trains_like_the_script(cluster, proj
     assert epochs(bare) == epochs(uninterrupted)
 
 
-def stop(cluster, run, folder):
-    cluster.cancel(run.job, "-b", "-s", "USR1")  # as before the time limit
-
-
-def preempt(cluster, run, folder):
-    make_command(folder, "urgent", "true")
-    cluster.submit(folder / "urgent", options=("--nodes=3", "--exclusive", "--output=/dev/null"), cwd=folder)
-
-
-def kill_torchrun(cluster, run, folder):
+def kill_torchrun(cluster, job):
     (torchrun,) = (pid for pid, command in cluster.pids("node2").items() if re.search(r"python\S* -m tools\.", command))
     os.kill(torchrun, signal.SIGKILL)
 
 
-def lose_node(cluster, run, folder):
-    cluster.kill_node("node2")
-
-
-def reboot_node(cluster, run, folder):
+def reboot_node(cluster, job):
     cluster.kill_node("node2")
     cluster.boot_node("node2")
 
 
-def cut_link(cluster, run, folder):
+def cut_link(cluster, job):
     """The isolated rank ends without a signal."""
     cluster.client("ip", "link", "set", "v-node2", "down")
     wait_until("end of the rank", 120, lambda: "-u train.py" not in " ".join(cluster.pids("node2").values()))
     cluster.client("ip", "link", "set", "v-node2", "up")
 
 
+def preempt(cluster, job):
+    cluster.client("sbatch", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
+
+
 ON_1_AND_2 = "--nodelist=node[1-2]"
 DISTURBANCES = {  # what happens; further options of sbatch; seconds that srun waits; who requeues the job
-    "SIGUSR1": (stop, (), "60", "script"),
+    "SIGUSR1": (lambda cluster, job: cluster.client("scancel", "-b", "-s", "USR1", job), (), "60", "script"),
     "preempted": (preempt, ("--partition=low",), "60", "slurm"),
     "preempted with grace": (preempt, ("--partition=low-grace",), "60", "script"),
     "torchrun killed": (kill_torchrun, (ON_1_AND_2,), "5", "script"),
-    "node lost": (lose_node, (), "60", "slurm"),
+    "node lost": (lambda cluster, job: cluster.kill_node("node2"), (), "60", "slurm"),
     "node rebooted": (reboot_node, (ON_1_AND_2,), "5", "script"),  # before Slurm notices
     "link cut": (cut_link, (), "60", "slurm"),
 }
@@ -640,21 +623,21 @@ DISTURBANCES = {  # what happens; further options of sbatch; seconds that srun w
 
 @slurm
 @pytest.mark.parametrize("name", DISTURBANCES)
-def test_a_disturbed_job_ends_like_an_uninterrupted_one(cluster, project, uninterrupted, tmp_path, name):
+def test_a_disturbed_job_ends_like_an_uninterrupted_one(cluster, project, uninterrupted, name):
     disturb, options, patience, requeued_by = DISTURBANCES[name]
     run = SlurmRun(cluster, project, name.replace(" ", "-"), SETTINGS)
     run.submit(options=(*OPTIONS, *options), SLURM_WAIT=patience).wait_for("Epoch: 2, Iteration: ")
     assert run.fields()["NodeList"] == "node[1-2]"
-    disturb(cluster, run, tmp_path)
+    disturb(cluster, str(run.job))
     fields = run.end("COMPLETED")
     assert fields["Restarts"] == "1" and fields["ExitCode"] == "0:0" and "Resuming from" in run.log()
-    assert ("with everything saved" in run.log()) == (disturb in (stop, preempt))
+    assert ("with everything saved" in run.log()) == name.startswith(("SIGUSR1", "preempted"))
     assert (f"requeued as job {run.job}" in run.log()) == (requeued_by == "script")
     assert epochs(run) == epochs(uninterrupted)
     assert not list(run.folder.parent.glob(f"*-{run.job}*"))  # neither logs of torchrun nor the status folder
-    if disturb in (lose_node, cut_link):
+    if name in ("node lost", "link cut"):
         assert fields["NodeList"] == "node[1,3]"
-    if disturb is lose_node:
+    if name == "node lost":
         cluster.boot_node("node2")
     wait_until("idle nodes", 60, lambda: set(cluster.node_states().values()) == {"idle"})
 
@@ -663,7 +646,7 @@ def test_a_disturbed_job_ends_like_an_uninterrupted_one(cluster, project, uninte
 def test_cancelled_saves_and_stays_cancelled(cluster, project):
     run = SlurmRun(cluster, project, "cancelled", SETTINGS).submit()
     run.wait_for("Epoch: 1, Iteration: ")
-    cluster.cancel(run.job)
+    cluster.client("scancel", str(run.job))
     run.wait_for("with everything saved; run the same command again to resume")
     if cluster.cgroup:  # otherwise the signal also reaches srun, which does not return before the script is killed
         run.wait_for("this script does not requeue the job (COMPLETING); if Slurm does not either,\n")
@@ -710,7 +693,7 @@ def test_a_failed_check_drains_the_node_until_it_is_mended(tmp_path):
     settings += "HealthCheckNodeState=IDLE"
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 1, settings) as cluster:
 
-        def node() -> str:
+        def node():
             return cluster.client("sinfo", "--noheader", "--partition=main", "--format=%T %E").strip()
 
         make_command(tmp_path, "check", f"""

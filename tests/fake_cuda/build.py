@@ -38,12 +38,8 @@ class Unavailable(Exception):
     """There is no compiler or no CUDA build of PyTorch; the message says which."""
 
 
-class BuildError(Exception):
-    """The sources do not fit this PyTorch: a header is missing, or the compiler reports an error."""
-
-
 def build(folder):
-    """Build both libraries in `folder`; raise `Unavailable` or `BuildError`."""
+    """Build both libraries in `folder`; raise `Unavailable`, or `CalledProcessError` if the compiler fails."""
     for name in ("g++", "nm"):
         if shutil.which(name) is None:
             raise Unavailable(f"no {name}")
@@ -59,11 +55,7 @@ def build(folder):
     options = [f"-I{folder}/include", *(f"-I{header.parent}" for header in needed), "-std=c++17", "-O1", "-w", "-fPIC"]
 
     def compile_to(target, *more):
-        command = ["g++", *options, "-o", str(target), *more]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            reasons = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-            raise BuildError(f"{target.name} cannot be built: {reasons[0].strip()}")
+        subprocess.run(["g++", *options, "-o", str(target), *more], check=True)
 
     for name in (*RUNTIME, "driver"):
         compile_to(folder / f"{name}.o", "-c", str(HERE / f"{name}.cpp"))
@@ -82,11 +74,8 @@ def build(folder):
 
 def variables(folder):
     """Return environment variables that make a process load the fake runtime instead of CUDA."""
-    return {
-        "LD_PRELOAD": str(folder / "libfake_cuda.so"),
-        "LD_LIBRARY_PATH": str(folder),
-        "TRITON_LIBCUDA_PATH": str(folder),
-    }
+    preload = {"LD_PRELOAD": str(folder / "libfake_cuda.so")}
+    return preload | dict.fromkeys(("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"), str(folder))
 
 
 def _package(name):
@@ -112,7 +101,7 @@ if __name__ == "__main__":
     target.mkdir(parents=True, exist_ok=True)
     try:
         build(target)
-    except (Unavailable, BuildError) as reason:
+    except Unavailable as reason:
         print(f"error: the fake CUDA runtime cannot be built: {reason}", file=sys.stderr)
-        sys.exit(77 if isinstance(reason, Unavailable) else 1)
+        sys.exit(77)
     print("".join(f"export {name}={value}\n" for name, value in variables(target).items()), end="")

@@ -14,25 +14,28 @@ for the exact moment at which a signal arrives. The same command is started unti
 
 import fcntl
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.faults.kinds import KINDS, Fault, damage, plan_faults
-from tests.faults.ranks import ForkedRun
+from tests.processes import free_port
 from tools.common import add_count, new_parser, print_table
 from tools.runs import read_records
 from tools.verify_resume import KINDS as RECORDS
-from tools.verify_resume import METRICS, Attempt, add_limits, compare, find_processes
+from tools.verify_resume import METRICS, Attempt, RunCommand, add_limits, compare, find_processes
 from utils.errors import ExpectedError, exit_in_a_line
+from utils.program import TRAIN
 
 FILES_OF_LIBRARIES = ("torchinductor_", "pymp-")  # a cache, and sockets of killed workers
 EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 16, 8
@@ -44,27 +47,112 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def campaign(
-    job: ForkedRun, seed: int, numbers: Iterator[int], faults: int, work: Path
-) -> tuple[Counter[str], list[str]]:
+@dataclass(frozen=True)
+class ForkedRun(RunCommand):
+    """A run of `nproc` ranks that meet at rank 0, as under `srun` and `mpirun`. A start takes tenths of a second: they
+    are forked from this process, which has imported torch and must not have used several threads of it."""
+
+    faults: list[Fault] = ()
+
+    def start(self, folder, environment, output):
+        import utils.data.build
+        import utils.distributed.ranks
+        import utils.run.logging.environment
+        import utils.training.learner  # noqa: F401 - imported before the fork, with torch
+
+        output.write_bytes(b"")
+        fork, processes = multiprocessing.get_context("fork"), []
+        shared = {"WORLD_SIZE": str(self.nproc), "LOCAL_WORLD_SIZE": str(self.nproc), "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"MASTER_PORT": str(free_port())}
+        for rank in range(self.nproc):
+            own = {**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = [str(TRAIN), *self.train_arguments, f"--run-dir={folder}"]
+            mine = [fault for fault in self.faults if fault.rank == rank]
+            processes.append(fork.Process(target=_train, args=(arguments, own, output, mine)))
+            processes[-1].start()
+        return ForkedRanks(processes)
+
+
+class ForkedRanks:
+    """The processes of one start, with the interface of `subprocess.Popen`."""
+
+    def __init__(self, processes):
+        self.processes, self.returncode = processes, None
+
+    def poll(self):
+        """Return None until all have ended, then the status of a killed rank, otherwise the first nonzero status."""
+        statuses = [process.exitcode for process in self.processes]
+        if None not in statuses:
+            self.returncode = min(statuses) if min(statuses) < 0 else next(filter(None, statuses), 0)
+        return self.returncode
+
+    def wait(self, timeout=None):
+        """Wait for all ranks, at most `timeout` seconds for each, and return `poll`."""
+        for process in self.processes:
+            process.join(timeout)
+        return self.poll()
+
+
+def _train(arguments, environment, output, faults):
+    """Run train.py in this forked process, as the rank given by its environment."""
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(file, descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    from utils.data.datasets import dataset as datasets
+
+    datasets.NUM_SHAPES_TRAIN, datasets.NUM_SHAPES_VALID = 200, 100  # all shapes would take a second
+    _arm(faults)
+    sys.argv = arguments
+    runpy.run_path(str(TRAIN), run_name="__main__")
+
+
+def _arm(faults):
+    """Let the faults of this rank strike, now or after their steps."""
+    from utils.training.learner import Learner
+
+    train = Learner.train_step
+
+    def train_and_strike(self, *batch):
+        train(self, *batch)
+        for fault in faults:
+            if fault.step == self.steps and not KINDS[fault.kind].before:
+                if fault.delay:
+                    timer = threading.Timer(fault.delay, _strike, [fault])
+                    timer.daemon = True
+                    timer.start()
+                else:
+                    _strike(fault)
+
+    Learner.train_step = train_and_strike
+    for fault in faults:
+        if KINDS[fault.kind].before:
+            _strike(fault)
+
+
+def _strike(fault):
+    os.write(1, f"{fault.mark}\n".encode())  # one write, so that no other thread's output divides the line
+    KINDS[fault.kind].strike()
+
+
+def campaign(job, seed, numbers, faults, work):
     """Run until `faults` faults have struck; return ({"KIND: met", "KIND: survived", "KIND: named": count}, problems).
     Runs with problems are kept in `work`."""
     uninterrupted = work / "uninterrupted"
     with Attempt(job, uninterrupted) as attempt:
         if (status := attempt.wait()) != 0:
             raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.end_of_output()}")
-    counts: Counter[str] = Counter()
-    problems: list[str] = []
+    counts, problems = Counter(), []
     for number in numbers:
-        folder = work / f"run-{number}"
-        met: list[tuple[Fault, bool]] = []
-        wrong: list[str] = []
+        folder, met = work / f"run-{number}", []
         try:
             plan = plan_faults(seed, number, EPOCHS * STEPS_PER_EPOCH, job.nproc, MOST_FAULTS)
             met, wrong = meet_faults(job, plan, folder)
+            wrong = wrong or [f"differs: {difference}" for difference in compare(uninterrupted, folder)]
         except ExpectedError as error:  # it hangs
-            wrong.append(str(error))
-        wrong += [f"differs: {difference}" for difference in compare(uninterrupted, folder)] if not wrong else []
+            wrong = [str(error)]
         wrong += find_leftovers(folder)
         for fault, named in met:
             counts.update([f"{fault.kind}: met"])
@@ -79,11 +167,9 @@ def campaign(
     return counts, problems
 
 
-def meet_faults(job: ForkedRun, starts: list[list[Fault]], folder: Path) -> tuple[list[tuple[Fault, bool]], list[str]]:
+def meet_faults(job, starts, folder):
     """Start the run until it has finished; return ([(fault that struck, whether it was named)], problems)."""
-    met: list[tuple[Fault, bool]] = []
-    wrong: list[str] = []
-    trained = 0
+    met, wrong, trained = [], [], 0
     for faults in starts:
         for fault in faults:
             if fault.kind in ("damaged checkpoint", "cut-off checkpoint"):
@@ -108,9 +194,7 @@ def meet_faults(job: ForkedRun, starts: list[list[Fault]], folder: Path) -> tupl
     return met, wrong or ([] if finished else ["did not reach its end"])
 
 
-def check_start(
-    struck: list[Fault], status: int, output: str, nproc: int, finished: bool
-) -> tuple[list[bool], list[str]]:
+def check_start(struck, status, output, nproc, finished):
     """Return (whether each fault of a start was named, if it had to be; problems).
 
     A fault may come after the training has `finished`, too late to end the start."""
@@ -129,7 +213,7 @@ def check_start(
     return all_named, wrong + ([f"several messages: {errors}"] if len(errors) > 1 else [])
 
 
-def find_leftovers(folder: Path) -> list[str]:
+def find_leftovers(folder):
     """Return the temporary files and the lock that a finished run has left behind."""
     left = [f"left behind: {path.name}" for path in folder.rglob("*.tmp")]
     with suppress(FileNotFoundError), (folder / ".lock").open() as lock:  # not there if it failed before
@@ -140,26 +224,25 @@ def find_leftovers(folder: Path) -> list[str]:
     return left
 
 
-def show(counts: Counter[str]) -> None:
+def show(counts):
     """Print a table by kind, with sums."""
     numbers = {kind: [counts[f"{kind}: {what}"] for what in ("met", "survived", "named")] for kind in KINDS}
     numbers["all"] = [sum(column) for column in zip(*numbers.values(), strict=True)]
-    has_message = {kind for kind, properties in KINDS.items() if properties.named}
     rows = [
-        [kind, str(met), str(survived), str(named) if kind in has_message else "-", str(met - survived)]
+        [kind, str(met), str(survived), str(named) if kind in KINDS and KINDS[kind].named else "-", str(met - survived)]
         for kind, (met, survived, named) in numbers.items()
     ]
     print_table("", ["fault", "met", "survived", "named right", "unexpected"], rows)
 
 
-def _is_of_a_library(path: Path) -> bool:
+def _is_of_a_library(path):
     # DataLoader opens empty files as a probe when a worker has died; they stay if its signal comes meanwhile
     is_probe = re.fullmatch("tmp.{8}", path.name) and path.is_file() and not path.stat().st_size
     return path.name.startswith(FILES_OF_LIBRARIES) or bool(is_probe)
 
 
 @exit_in_a_line
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Run the campaign, print its table, and return the exit status."""
     statuses = "0 all as expected; 1 something unexpected; 2 usage; 130 interrupted. Needs Linux."
     parser = new_parser("chaos", __doc__, statuses)

@@ -10,33 +10,28 @@ flip changed its step, all tensors of the result are compared with the same step
 used. --strike trains the block like train.py, in a separate folder, with one flip.
 """
 
-import argparse
 import os
 import random
 import re
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tools.common import add_count, as_settings, at_least_one, new_parser, print_table
-from utils.config import Config, load_config
+from utils.config import load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import find_launch
 from utils.distributed.ranks import run_ranks
-from utils.distributed.world import World
 from utils.errors import ConfigError, CorruptionError, exit_in_a_line
 from utils.program import TRAIN
 from utils.training.checks.step_state import Snapshot, own_tensors, shared_tensors
 from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import Learner
 
-Batch = tuple[Tensor, Tensor]
 KINDS = ("weight", "optimizer", "batch", "gradient", "activation")  # the last two need an eager step
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 SIDE = 16  # pixels of a campaign's images
@@ -59,28 +54,19 @@ class Flip:
     repetition: int = 1
 
 
-def plan_flip(learner: Learner, flip: Flip, rank: int, after: Callable[[], None] = lambda: None) -> list[str]:
+def plan_flip(learner, flip, rank, after=lambda: None):
     """Let the learner meet a flip, until `del learner.train_step`; return a list that will get the flipped bit's place.
     `after` is called after the pass with the flip."""
-    train, choose, struck, passes = learner.train_step, random.Random(flip.seed), list[str](), 0
+    train, choose, struck, passes = learner.train_step, random.Random(flip.seed), [], 0
 
-    def strike(name: str, tensor: Tensor) -> None:
-        number, bit = choose.randrange(tensor.numel()), choose.randrange(8 * tensor.element_size())
-        flip_bit(tensor, number, bit)
-        struck.append(f"bit {bit} of number {number} of {name}")
-
-    def strike_gradient(name: str, gradient: Tensor) -> Tensor | None:
-        if struck:
-            return None
-        wrong = gradient.clone()
-        strike(name, wrong)
-        return wrong
-
-    def strike_output(name: str, layer: nn.Module, inputs: object, output: Tensor) -> None:
+    def strike(name, tensor):
         if not struck:
-            strike(name, output)
+            number, bit = choose.randrange(tensor.numel()), choose.randrange(8 * tensor.element_size())
+            flip_bit(tensor, number, bit)
+            struck.append(f"bit {bit} of number {number} of {name}")
+        return tensor
 
-    def train_a_pass(images: Tensor, labels: Tensor) -> None:
+    def train_a_pass(images, labels):
         nonlocal passes
         now = rank == flip.rank and learner.steps == flip.step
         passes += now
@@ -92,17 +78,15 @@ def plan_flip(learner: Learner, flip: Flip, rank: int, after: Callable[[], None]
             strike("images", images)
         elif flip.kind == "gradient":
             name, parameter = choose.choice(list(learner.model.named_parameters()))
-            handle = parameter.register_hook(partial(strike_gradient, f"gradient {name}"))
+            handle = parameter.register_hook(lambda gradient: strike(f"gradient {name}", gradient.clone()))
         elif flip.kind == "activation":
-            layers = [item for item in learner.model.named_modules() if not list(item[1].children())]
-            name, layer = choose.choice(layers)
+            name, layer = choose.choice([one for one in learner.model.named_modules() if not [*one[1].children()]])
             # before the hooks of a checked step
-            handle = layer.register_forward_hook(partial(strike_output, f"output {name}"), prepend=True)
-        else:
-            tensors = list(state_of(learner, flip.kind).items())
-            if not tensors:
-                raise ConfigError("there is no optimizer state to flip a bit of: this optimizer keeps none yet")
+            handle = layer.register_forward_hook(lambda *call: strike(f"output {name}", call[-1]), prepend=True)
+        elif tensors := list(state_of(learner, flip.kind).items()):
             strike(*choose.choice(tensors))
+        else:
+            raise ConfigError("there is no optimizer state to flip a bit of: this optimizer keeps none yet")
         train(images, labels)
         if handle is not None:
             handle.remove()
@@ -112,14 +96,14 @@ def plan_flip(learner: Learner, flip: Flip, rank: int, after: Callable[[], None]
     return struck
 
 
-def state_of(learner: Learner, kind: str) -> dict[str, Tensor]:
-    """Return the weights, or the optimizer's state."""
+def state_of(learner, kind):
+    """Return {name: tensor} of the weights, or of the optimizer's state."""
     weights, neither = ("weight ", "master weight "), ("average ", "loss scale", "growth tracker", "skipped steps")
     found = {name: tensor for name, tensor in shared_tensors(learner).items() if not name.startswith(neither)}
     return {name: tensor for name, tensor in found.items() if name.startswith(weights) == (kind == "weight")}
 
 
-def flip_bit(tensor: Tensor, number: int, bit: int) -> None:
+def flip_bit(tensor, number, bit):
     """Flip one bit in memory, unnoticed by autograd. `number`: of the element, in the order of the memory."""
     width = 8 * tensor.element_size()
     flat = tensor.data.as_strided((tensor.numel(),), (1,)).view(INTEGERS[tensor.element_size()])
@@ -127,7 +111,7 @@ def flip_bit(tensor: Tensor, number: int, bit: int) -> None:
     flat[number] ^= mask if width == 8 or bit < width - 1 else -mask  # all but bytes have a sign
 
 
-def build_tiny(config: Config, world: World) -> tuple[Learner, Verifier]:
+def build_tiny(config, world):
     """Collective: build a learner of the smallest network with a layer of each kind, and the verifier of its steps."""
     learner = Learner(config, lambda config: nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
@@ -138,7 +122,7 @@ def build_tiny(config: Config, world: World) -> tuple[Learner, Verifier]:
     return learner, Verifier(learner, world)
 
 
-def random_batches(learner: Learner, world: World) -> Iterator[Batch]:
+def random_batches(learner, world):
     """Yield batches of this rank forever: random images [N, 3, SIDE, SIDE] with random labels."""
     generator = torch.Generator().manual_seed(world.rank)
     shape = (learner.batch.rank_batch_size, 3, SIDE, SIDE)
@@ -147,13 +131,11 @@ def random_batches(learner: Learner, world: World) -> Iterator[Batch]:
         yield torch.rand(shape, generator=generator).to(world.device), labels.to(world.device)
 
 
-def run_campaign(
-    config: Config, world: World, flips: int, clean: int, seed: int
-) -> tuple[dict[str, Counter[str]], list[str]]:
+def run_campaign(config, world, flips, clean, seed):
     """Collective: run `clean` checked steps, then `flips` flips, each in a checked step that is undone and trained
     again; return ({kind: counts by column}, problems)."""
     learner, verifier = build_tiny(config, world)
-    counts, problems = {kind: Counter[str]() for kind in KINDS}, list[str]()
+    counts, problems = {kind: Counter() for kind in KINDS}, []
     batches = random_batches(learner, world)
     for number in range(-clean, flips):
         batch = next(batches)
@@ -169,56 +151,53 @@ def run_campaign(
     return counts, problems
 
 
-def flip_once(learner: Learner, verifier: Verifier, flip: Flip, batch: Batch, counts: Counter[str]) -> list[str]:
+def flip_once(learner, verifier, flip, batch, counts):
     """Collective: flip a bit in one checked step, then restore the state; return the problem, if any."""
-    world, before, changed, error = verifier.world, Snapshot(learner, batch), list[bool](), ""
+    world, before, error = verifier.world, Snapshot(learner, batch), ""
     learner.train_step(*batch)
-    expected = _bits_of_result(learner)
+    expected, found = _bits_of_result(learner), {}
     before.restore()
-
-    def compare() -> None:
-        result = _bits_of_result(learner)
-        equal = result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in result)
-        changed.append(not equal)
-
-    struck = plan_flip(learner, flip, world.rank, compare)
+    struck = plan_flip(learner, flip, world.rank, lambda: found.update(_bits_of_result(learner)))
     try:
         verifier.train_step(*batch)
     except CorruptionError as raised:
         error = str(raised)
     del learner.train_step
     before.restore()
-    ranks = world.all_gather((any(changed), struck))
+    differs = bool(found) and (
+        found.keys() != expected.keys() or any(not torch.equal(found[name], expected[name]) for name in found)
+    )
+    ranks = world.all_gather((differs, struck))
     named = [int(rank) for rank in re.findall(r"rank (\d+) \(", error)] == [flip.rank]
     counts.update(["flips"])
-    if not any(changed for changed, _ in ranks):
+    if not any(differs for differs, _ in ranks):
         counts.update(["changed nothing"] + ["yet detected"] * bool(error))
         return []
     counts.update(["changed the step"] + ["caught"] * bool(error) + ["rank named"] * named)
     return [] if named else [f"{'misnamed' if error else 'missed'}: {flip}, {ranks[flip.rank][1]}: {error}"]
 
 
-def _bits_of_result(learner: Learner) -> dict[str, Tensor]:
+def _bits_of_result(learner):
     """Return a copy of the step's result as bytes: NaN equals itself, and 0 differs from -0."""
     result = shared_tensors(learner) | own_tensors(learner)
     return {name: tensor.detach().clone().reshape(-1).view(torch.uint8) for name, tensor in result.items()}
 
 
-def strike(options: argparse.Namespace) -> int:
+def strike(options):
     """Run train.py in this process, as one of the ranks, with one flip; return its exit status."""
     launch = find_launch(os.environ)
     if not 0 <= options.rank < launch.world_size:
         raise ConfigError(f"--rank {options.rank}: this run has ranks 0 to {launch.world_size - 1}")
     flip = Flip(options.strike, options.rank, options.step - 1, str(options.seed))
-    train_step, flips = Learner.train_step, list[str]()
+    train_step, flips = Learner.train_step, []
 
-    def train_first_step(learner: Learner, images: Tensor, labels: Tensor) -> None:
-        def report() -> None:
-            flips.extend(struck)
-            print(f"flipped {struck[0]} on rank {flip.rank}, in step {options.step}", flush=True)
+    def report(struck):
+        flips.extend(struck)
+        print(f"flipped {struck[0]} on rank {flip.rank}, in step {options.step}", flush=True)
 
+    def train_first_step(learner, images, labels):
         Learner.train_step = train_step
-        struck = plan_flip(learner, flip, launch.rank, report)
+        struck = plan_flip(learner, flip, launch.rank, lambda: report(struck))
         learner.train_step(images, labels)
 
     Learner.train_step = train_first_step
@@ -234,7 +213,7 @@ def strike(options: argparse.Namespace) -> int:
 
 
 @exit_in_a_line
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Run a campaign, or train one run with a flip; return the exit status."""
     options = parser().parse_args(argv)
     if (options.strike is None) != (options.step is None):
@@ -242,22 +221,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.strike:
         return strike(options)
     config = load_config(options.yaml_config, options.config, as_settings(CAMPAIGN) + options.set)
-    status = 0
+    problems = []
 
-    def act(world: World) -> None:
-        nonlocal status
-        counts, problems = run_campaign(config, world, options.flips, options.clean, options.seed)
-        status = int(bool(problems))
+    def act(world):
+        counts, found = run_campaign(config, world, options.flips, options.clean, options.seed)
+        problems.extend(found)
         if world.is_main:
             rows = [(kind, *(str(found[column]) for column in COLUMNS)) for kind, found in counts.items()]
             title = f"single bit flips in checked steps, {world.world_size} rank(s)"
             print_table(title, ("kind of tensor", *COLUMNS), rows)
             print("\n".join([*problems, f"{len(problems)} flips missed or misnamed, or false alarms"]))
 
-    return run_ranks(act, config.device, config.rank_timeout_seconds) or status
+    return run_ranks(act, config.device, config.rank_timeout_seconds) or int(bool(problems))
 
 
-def parser() -> argparse.ArgumentParser:
+def parser():
     parser = new_parser("inject", __doc__, EXIT_STATUS)
     parser.prog = "python -m tests.faults.inject"
     add_config_arguments(parser, config="quickstart")

@@ -11,11 +11,10 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple
 
 from utils import files
 
@@ -23,22 +22,19 @@ STOPPED_SECONDS = 0.5
 LONGEST_DELAY = 0.04  # seconds: some steps
 
 
-@dataclass(frozen=True)
-class FaultKind:
+class FaultKind(NamedTuple):
     """One kind of fault, and its expected consequences."""
 
-    strike: Callable[[], None]
+    strike: Callable[[], object]
     statuses: tuple[int, ...] = ()  # possible exit statuses of the start; none: it continues
-    # regular expression that its output must match; {rank} is the affected rank, {who} the prefix of several ranks'
-    # messages
+    # regular expression that its output must match; {rank} is the affected rank, {who} a rank's prefix, if several
     named: str = ""
     only_main: bool = False  # strikes only the main process
     before: bool = False  # strikes at a start with at least two checkpoints, not after a step
     outside: bool = False  # strikes at any moment
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """One planned fault."""
 
     kind: str
@@ -47,44 +43,44 @@ class Fault:
     delay: float = 0.0  # seconds after the step
 
     @property
-    def mark(self) -> str:
+    def mark(self):
         """The line that the rank prints when the fault strikes."""
         return f"chaos: {self.kind}, rank {self.rank}, step {self.step}."
 
 
-def _send(*numbers: signal.Signals) -> Callable[[], None]:
-    def strike() -> None:
+def _send(*numbers):
+    def strike():
         for number in numbers:
             os.kill(os.getpid(), number)
 
     return strike
 
 
-def _kill_worker() -> None:
+def _kill_worker():
     """Kill a loader worker of this rank, as the kernel does when memory is full."""
     multiprocessing.active_children()[0].kill()
 
 
-def _in_a_shell(script: str) -> Callable[[], None]:
+def _in_a_shell(script):
     """Strike from another process, as this one may be stopped."""
     return lambda: subprocess.Popen(["sh", "-c", script, "sh", str(os.getpid())])
 
 
-def _set_clock_back() -> None:
+def _set_clock_back():
     really = time.time
     time.time = lambda: really() - 86400.0
 
 
-def _fail_writes(number: int) -> Callable[[], None]:
+def _fail_writes(number):
     """From now on, every atomic write, such as of a checkpoint, fails with this error."""
 
-    def fail(path: Path, content: bytes) -> NoReturn:
+    def fail(path, content):
         raise OSError(number, os.strerror(number), str(path))
 
     return lambda: setattr(files, "write_new", fail)
 
 
-def _fill_disk_of_logs() -> None:
+def _fill_disk_of_logs():
     """Let further writes to metrics.jsonl and train.log fail as on a full disk, with the kernel's /dev/full."""
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -92,11 +88,11 @@ def _fill_disk_of_logs() -> None:
                 os.dup2(os.open("/dev/full", os.O_WRONLY), int(number))
 
 
-def _fail_read() -> None:
+def _fail_read():
     """Let every read of one checkpoint, the next one that is read, fail."""
-    really, failed = Path.read_bytes, set[Path]()
+    really, failed = Path.read_bytes, set()
 
-    def fail_newest(path: Path) -> bytes:
+    def fail_newest(path):
         if path.match("step-*.pt") and (not failed or path in failed):
             failed.add(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
@@ -110,7 +106,7 @@ BOTH = (signal.SIGUSR1, signal.SIGTERM)
 STOP = f"kill -STOP $1; sleep {STOPPED_SECONDS}; kill -CONT $1"
 THROTTLE = "for _ in 1 2 3 4 5 6 7 8 9 10; do kill -STOP $1; sleep 0.05; kill -CONT $1; sleep 0.005; done"
 NO_WRITE = "error: {who}.*cannot be written: "
-KINDS: Mapping[str, FaultKind] = {
+KINDS = {
     "kill of a rank": FaultKind(_send(signal.SIGKILL), KILLED, r"rank {rank}\b", outside=True),
     "kill of a worker": FaultKind(_kill_worker, (1,), "error: {who}loader worker .* was killed, as the kernel does"),
     "USR1": FaultKind(_send(signal.SIGUSR1), (75,), "stopped on SIGUSR1", outside=True),
@@ -130,14 +126,14 @@ KINDS: Mapping[str, FaultKind] = {
 }
 
 
-def damage(path: Path, cut: bool) -> None:
+def damage(path, cut):
     """Leave only the first half of a checkpoint, or change one byte."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content[: len(content) // 2] if cut else content)
 
 
-def plan_faults(seed: int, number: int, steps: int, nproc: int, most: int) -> list[list[Fault]]:
+def plan_faults(seed, number, steps, nproc, most):
     """Sample up to `most` faults of run `number`: a list for each start that one of them ends, and one for the last.
 
     A whole run has `steps` steps. No step has two faults, and none comes before the second checkpoint."""

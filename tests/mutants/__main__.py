@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ NO_TESTS = 5  # pytest's exit status
 Mutant = dict[str, Any]  # an entry, and "table": the name of its YAML file, and "file"
 
 
-def read_mutants(folder: Path) -> list[Mutant]:
+def read_mutants(folder):
     """Read the mutants of all YAML files in `folder`."""
     return [
         {"table": path.stem, "file": file, "k": ""} | entry
@@ -42,7 +41,7 @@ def read_mutants(folder: Path) -> list[Mutant]:
     ]
 
 
-def run_tests(root: Path, tests: str, k: str, limit: float, mutant: Mutant | None = None) -> int | None:
+def run_tests(root, tests, k, limit, mutant=None):
     """Run tests in a copy of the tracked files, with a mutant; return pytest's exit status, -1 after `limit` seconds,
     None for a stale mutant."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -69,18 +68,18 @@ def run_tests(root: Path, tests: str, k: str, limit: float, mutant: Mutant | Non
                 process.wait()
 
 
-def run_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float) -> list[str]:
+def run_all(root, mutants, jobs, limit):
     """Test all mutants; print and return the state of each."""
     selected: dict[str, set[str]] = {}  # {test files: the tests that mutants select from them}
     for mutant in mutants:
         selected.setdefault(mutant["tests"], set()).add(mutant["k"])
 
-    def passes(tests: str) -> bool:
+    def passes(tests):
         parts = selected[tests]
         k = "" if "" in parts else " or ".join(f"({part})" for part in sorted(parts))
         return run_tests(root, tests, k, limit * len(parts)) == 0
 
-    def decide(mutant: Mutant) -> str:
+    def decide(mutant):
         state = "untested"
         if sound[mutant["tests"]]:
             status = run_tests(root, mutant["tests"], mutant["k"], limit, mutant)
@@ -93,7 +92,7 @@ def run_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float) -> l
         return list(pool.map(decide, mutants))
 
 
-def main(argv: Sequence[str] | None = None, folder: Path = HERE, root: Path = ROOT) -> int:
+def main(argv=None, folder=HERE, root=ROOT):
     """Print a line for each mutant and the score; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these")

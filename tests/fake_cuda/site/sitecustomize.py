@@ -6,9 +6,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from types import ModuleType
 
 LAUNCHES_ONLY = "FAKE_CUDA_LAUNCHES_ONLY"
 TRAINING = {"record", "scaling"}  # benches that train and so do compute
@@ -17,9 +15,7 @@ TRAINING = {"record", "scaling"}  # benches that train and so do compute
 class _AfterTorch(MetaPathFinder):
     """Find torch as usual, with a loader that starts the arithmetic at its end."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -27,13 +23,13 @@ class _AfterTorch(MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def and_compute(module: ModuleType) -> None:
+            def and_compute(module):
                 execute(module)
                 from tests.fake_cuda import arithmetic
 
                 arithmetic.start()
 
-            spec.loader.exec_module = and_compute  # type: ignore[method-assign]
+            spec.loader.exec_module = and_compute
         return spec
 
 
