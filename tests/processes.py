@@ -47,21 +47,26 @@ def torchrun_variables(rank, world_size, port, **others):
     return {name: str(value) for name, value in variables.items()} | others
 
 
+def fork(function, *arguments):
+    """Start function(*arguments) in a process forked from a server that has imported torch, in 0.1 s instead of 5 s."""
+    with contextlib.chdir(ROOT):  # where the server looks for the module
+        forkserver.ensure_running()
+    process = SERVER.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
 class Job:
-    """Processes that run `function(*arguments)`, each with its own launcher's variables. They are forked from a server
-    that has imported torch, in 0.1 s instead of 5 s, and end with it."""
+    """Processes that run `function(*arguments)`, each with its own launcher's variables."""
 
     def __init__(self, folder, function, arguments, ranks):
         self.started, call = time.monotonic(), pickle.dumps((function, tuple(arguments)))
         self.folders, self.processes = [], []
-        with contextlib.chdir(ROOT):  # where the server looks for the module
-            forkserver.ensure_running()
         for number, variables in enumerate(ranks):
             own = folder / f"process-{number}"
             own.mkdir(parents=True)
             environment = without_launcher(os.environ) | {"OMP_NUM_THREADS": "1"} | dict(variables)
-            self.processes.append(SERVER.Process(target=_run, args=(call, environment, own)))
-            self.processes[-1].start()
+            self.processes.append(fork(_run, call, environment, own))
             self.folders.append(own)
 
     def wait(self, timeout=150):

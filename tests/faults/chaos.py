@@ -14,7 +14,6 @@ for the exact moment at which a signal arrives. The same command is started unti
 
 import fcntl
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -29,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.faults.kinds import KINDS, Fault, damage, plan_faults
-from tests.processes import free_port
+from tests.processes import fork, free_port, torchrun_variables
 from tools.common import add_count, new_parser, print_table
 from tools.runs import read_records
 from tools.verify_resume import KINDS as RECORDS
@@ -49,27 +48,17 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class ForkedRun(RunCommand):
-    """A run of `nproc` ranks that meet at rank 0, as under `srun` and `mpirun`. A start takes tenths of a second: they
-    are forked from this process, which has imported torch and must not have used several threads of it."""
+    """A run of `nproc` ranks that meet at rank 0, as under `srun` and `mpirun`. A start takes tenths of a second."""
 
     faults: list[Fault] = ()
 
     def start(self, folder, environment, output):
-        import utils.data.build
-        import utils.distributed.ranks
-        import utils.run.logging.environment
-        import utils.training.learner  # noqa: F401 - imported before the fork, with torch
-
         output.write_bytes(b"")
-        fork, processes = multiprocessing.get_context("fork"), []
-        shared = {"WORLD_SIZE": str(self.nproc), "LOCAL_WORLD_SIZE": str(self.nproc), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": str(free_port())}
+        arguments, port, processes = [str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], free_port(), []
         for rank in range(self.nproc):
-            own = {**environment, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            arguments = [str(TRAIN), *self.train_arguments, f"--run-dir={folder}"]
             mine = [fault for fault in self.faults if fault.rank == rank]
-            processes.append(fork.Process(target=_train, args=(arguments, own, output, mine)))
-            processes[-1].start()
+            own = {**environment, **torchrun_variables(rank, self.nproc, port)}
+            processes.append(fork(_train, arguments, own, output, mine))
         return ForkedRanks(processes)
 
 
@@ -101,9 +90,6 @@ def _train(arguments, environment, output, faults):
         os.dup2(file, descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    from utils.data.datasets import dataset as datasets
-
-    datasets.NUM_SHAPES_TRAIN, datasets.NUM_SHAPES_VALID = 200, 100  # all shapes would take a second
     _arm(faults)
     sys.argv = arguments
     runpy.run_path(str(TRAIN), run_name="__main__")
@@ -253,7 +239,7 @@ def main(argv=None):
     add_limits(parser, 300.0)
     options = parser.parse_args(argv)
     seed, nproc, faults = options.seed, options.nproc, options.faults
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: threads do not survive a fork
+    os.environ["OMP_NUM_THREADS"] = "1"
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
     print(f"seed {seed}, in {work}", flush=True)
     train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
