@@ -18,9 +18,9 @@ def build_own(config: ModelConfig) -> nn.Module:
             f"model {config.model}: expected a torch.nn.Module with trained parameters, not {model!r:.60}"
         )
     for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor) or is_lazy(value) or value.is_meta:
+        if not isinstance(value, Tensor) or is_lazy(value) or value.is_meta or value.is_complex():
             remedy = "use buffers for state, give lazy layers their shapes, and build the network on the CPU"
-            raise ConfigError(f"model {config.model}: {name} of its state is no tensor with values; {remedy}")
+            raise ConfigError(f"model {config.model}: {name} of its state is no tensor of real numbers; {remedy}")
     return model
 
 

@@ -44,17 +44,22 @@ def test_counters_equal_those_of_separate_layers():
 
 
 class OwnBuffers(nn.Module):
-    """Statistics of several kinds: without momentum, of InstanceNorm, assigned again; a constant and a counter."""
+    """Statistics of several kinds: without momentum, of InstanceNorm, assigned again; a constant that two
+    layers share, a mask and a counter."""
 
     def __init__(self):
         super().__init__()
         self.by_count, self.instance = nn.BatchNorm2d(3, momentum=None), nn.InstanceNorm2d(3, track_running_stats=True)
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("constant", torch.tensor(0.1))
+        self.instance.register_buffer("constant", self.constant)
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]), persistent=False)
+        self.register_buffer("last", torch.tensor(-1e30))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, images):
         self.mean = 0.9 * self.mean + 0.1 * images.mean()
+        self.last = images.mean()
         self.count += 1
         return self.instance(self.by_count(images))
 

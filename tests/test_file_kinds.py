@@ -79,6 +79,8 @@ def link_to_an_image(path):
 JPEG = encode("JPEG", quality=90)
 FLOATS = encode("TIFF", picture().convert("F"))
 SIGNED = encode("TIFF", picture().convert("L").convert("I;16"), tiffinfo={339: 2})
+DEEP = encode("TIFF", picture().convert("L").convert("I;16"))
+NEGATIVE = DEEP.replace(struct.pack("<HHII", 262, 3, 1, 1), struct.pack("<HHII", 262, 3, 1, 0))
 PGM = b"P5 %d %d 65535\n" % (SIZE, SIZE) + (np.arange(SIZE**2) * 64).astype(">u2").tobytes()
 PALETTE = encode("PNG", picture().quantize(16), transparency=bytes(range(0, 256, 16)))
 ROWS = [  # (name, content or function of the path, outcome)
@@ -99,11 +101,12 @@ ROWS = [  # (name, content or function of the path, outcome)
     # 16 bits per channel: the upper eight
     ("deep.png", encode("PNG", Image.fromarray(np.arange(SIZE**2, dtype=np.uint16).reshape(SIZE, SIZE) * 64)), READ),
     ("deep.pgm", PGM, READ),
-    ("uint16.tif", encode("TIFF", picture().convert("L").convert("I;16")), READ),
+    ("uint16.tif", DEEP, READ),
     # other depths, signed numbers
     ("float.tif", FLOATS, UNREADABLE),
     ("int32.tif", encode("TIFF", picture().convert("I")), UNREADABLE),
     ("int16.tif", SIGNED, UNREADABLE),
+    ("white is 0.tif", NEGATIVE, UNREADABLE),
     ("float.ppm", b"Pf 4 4 -1.0\n" + np.ones(16, np.float32).tobytes(), UNREADABLE),
     # animated: the first frame
     ("gif.png", animated("GIF"), READ),

@@ -82,7 +82,7 @@ def last_records(folder):
     return {record["kind"]: record for record in read_records(folder)}
 
 
-HELD = {"holdout_images": 500, "limit_valid_batches": None, "ema_decay": 0.7}
+HELD = {"holdout_images": 500, "limit_valid_batches": 5, "ema_decay": 0.7}  # batches of 100 images; a test has all
 
 
 def on_evaluation(monkeypatch, action):

@@ -61,7 +61,18 @@ class Counts(nn.Sequential):
         return super().forward(images / (1 + (0 if self.mean is None else self.mean.abs())))
 
 def counts(num_classes):
-    return Counts(torch.ones(()), *network(num_classes)[:-1], nn.Dropout(), nn.Linear(8, num_classes))
+    shared = nn.Linear(8, 8)
+    return Counts(torch.ones(()), *network(num_classes)[:-1], shared, shared, nn.Dropout(), nn.Linear(8, num_classes))
+
+def unsaved(num_classes):
+    model = counts(num_classes)
+    model.register_buffer("mean", torch.ones(()), persistent=False)
+    return model
+
+def complex_buffer(num_classes):
+    model = network(num_classes)
+    model.register_buffer("phase", torch.ones((), dtype=torch.complex64))
+    return model
 
 def late(num_classes):
     return Counts(None, *network(num_classes))
@@ -230,6 +241,7 @@ REFUSED_BY_THE_RUN = [
     ("of_mine:kept", {}, r"be trained on .*: RuntimeError: .* second time .*\n{file}:\d+: def kept\("),
     ("of_mine:wrong", {}, r"cannot be trained on .*: AttributeError: .*\n{file}:\d+: return gradient.no_such"),
     ("of_mine:late", {}, r"its buffer mean is None at first and \[\] after training; give it its final shape"),
+    ("of_mine:unsaved", {}, "its buffer mean is not saved, but changes; use no persistent=False"),
     ("vgg16", SMALL_FIRST, r"cannot take images \[2, 3, 8, 8\] in training: Runtime"),
 ]  # fmt: skip
 
@@ -252,7 +264,8 @@ REFUSED_NETWORKS = [
     ("of_mine:fails", r"fails: IndexError: list index out of range\n{file}:12: return nn.Linear\(num_classes, \[\]"),
     ("of_mine:no_network", "expected a torch.nn.Module with trained parameters, not 'resnet8'"),
     ("of_mine:no_head", r"turns images \[2, 3, 32, 32\] into \[2, 8, 30, 30\]; expected logits \[2, 10\]"),
-    ("of_mine:lazy", "1.weight of its state is no tensor with values; .* give lazy layers their shapes"),
+    ("of_mine:lazy", "1.weight of its state is no tensor of real numbers; .* give lazy layers their shapes"),
+    ("of_mine:complex_buffer", "phase of its state is no tensor of real numbers"),
     ("nowhere:network", r"is not on Python's path or in {folder}, .*: ModuleNotFoundError: No module named 'nowhere'"),
     ("broken:network", r"broken:network .* cannot be imported: Syntax.*\n{folder}/broken.py:2: def network\(:"),
     ("yaml_of_mine:network", "finds another module yaml_of_mine .* before {folder}/yaml_of_mine.py; rename yours"),

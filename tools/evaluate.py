@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.json is not None:
                 write_json(options.json, results)
 
-    changes = {"limit_valid_batches": None} if options.data else {}  # evaluate every image of a folder
+    changes = {"limit_valid_batches": None} if options.data or options.test else {}  # of these, every image
     return run_trained(options, action, changes)
 
 

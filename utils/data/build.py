@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,9 +107,10 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
         given = f"{config.dataset} with {config.data_loader}"
         raise ConfigError(f"rnd_resized_crop needs images that are decoded in each epoch, not {given}; {remedy}")
     config, notes = cap_workers(config, world)
-    build = partial(build_loader, config, (dataset.mean, dataset.std), world)
-    test = build(dataset.test, training=False) if dataset.test else None
-    train, valid = build(dataset.train, training=True), build(dataset.valid, training=False)
+    whole, rest = config.model_copy(update={"limit_valid_batches": None}), ((dataset.mean, dataset.std), world)
+    train = build_loader(config, *rest, dataset.train, training=True)
+    valid = build_loader(config, *rest, dataset.valid, training=False)
+    test = build_loader(whole, *rest, dataset.test, training=False) if dataset.test else None
     return Loaders(train, valid, test, [*dataset.notes, *notes])
 
 

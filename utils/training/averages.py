@@ -1,7 +1,7 @@
 """Averages: of the weights over the steps (EMA), and of the buffers over a step's micro-batches."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,18 +67,17 @@ class RunningStatistics:
 
     Each of K ranks updates its own buffers once per step, and validation averages them. So each micro-batch starts
     from the buffers before the step, and counters count a step once. BatchNorm's update is linear: averaging in every
-    step equals averaging once before validation. Of other layers' buffers the changes are averaged: constants stay.
-    """
+    step equals averaging once before validation. Numbers that no micro-batch changes stay to the bit, also -inf."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.places: dict[str, list[Any]] = {}  # by kind: statistics, changes (of other layers' buffers), counters
-        for owner, name in buffer_places(model):
-            if (buffer := owner[name]) is not None:
-                kind = "changes" if buffer.is_floating_point() else "counters"
-                self.places.setdefault("statistics" if name in STATISTICS else kind, []).append((owner, name))
+        self.places: dict[str, list[Any]] = {}  # by kind: statistics, others, counters
+        shared = {id(owner[name]): (owner, name) for owner, name in buffer_places(model)}  # a shared tensor counts once
+        for owner, name in [place for place in shared.values() if place[0][place[1]] is not None]:
+            kind = "others" if cast(Tensor, owner[name]).is_floating_point() else "counters"
+            self.places.setdefault("statistics" if name in STATISTICS else kind, []).append((owner, name))
         self.buffers = self._find()
         self.before = {kind: list(map(torch.empty_like, buffers)) for kind, buffers in self.buffers.items()}
-        self.total = {kind: list(map(torch.empty_like, buffers)) for kind, buffers in self.buffers.items()}
+        self.means = {kind: list(map(torch.empty_like, buffers)) for kind, buffers in self.buffers.items()}
         self.collected = 0
 
     def _find(self) -> dict[str, list[Tensor]]:
@@ -90,24 +89,22 @@ class RunningStatistics:
         self.buffers, self.collected = self._find(), 0
         for kind, buffers in self.buffers.items():
             torch._foreach_copy_(self.before[kind], buffers)
-            torch._foreach_zero_(self.total[kind])
+            torch._foreach_copy_(self.means[kind], buffers)
 
     @torch.no_grad()
     def collect(self, last: bool) -> None:
-        """Add a micro-batch's buffers to the total and restore them; after the last, set them to the mean."""
+        """Add a micro-batch's buffers to the mean and restore them; after the last, set them to the mean."""
         self.collected += 1
         for kind, buffers in self.buffers.items():
-            before, total = self.before[kind], self.total[kind]
+            means = self.means[kind]
             for buffer, (owner, name) in zip(buffers, self.places[kind], strict=True):
                 if owner[name] is not buffer:  # a new tensor was assigned
                     buffer.copy_(owner[name])
                     owner[name] = buffer
-            if kind == "changes":
-                torch._foreach_sub_(buffers, before)
-            if kind != "counters":
-                torch._foreach_add_(total, buffers)
+            if kind == "statistics":
+                (torch._foreach_add_ if self.collected > 1 else torch._foreach_copy_)(means, buffers)
+                torch._foreach_div_(means, self.collected if last else 1)
+            for mean, buffer in zip(means, buffers, strict=True) if kind == "others" else ():
+                mean.copy_(torch.where(mean == buffer, mean, mean.lerp(buffer, 1 / self.collected)))
             if kind != "counters" or not last:
-                torch._foreach_copy_(buffers, before)
-            if kind != "counters" and last:
-                torch._foreach_div_(total, self.collected)
-                (torch._foreach_copy_ if kind == "statistics" else torch._foreach_add_)(buffers, total)
+                torch._foreach_copy_(buffers, means if last else self.before[kind])

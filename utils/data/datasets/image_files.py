@@ -26,7 +26,7 @@ THREADS = 16  # asking for the sizes of many small files is waiting, not computi
 NO_IMAGE = (errno.ENOENT, errno.EINVAL, errno.ENXIO, errno.ELOOP)
 MOST_ELONGATED = 16  # longer to shorter side: the shorter one is resized to a fixed size, and the longer one with it
 EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-BITS_PER_SAMPLE, SAMPLE_FORMAT, UNSIGNED = 258, 339, 1  # of TIFF
+BITS_PER_SAMPLE, SAMPLE_FORMAT, UNSIGNED, PHOTOMETRIC, WHITE_IS_ZERO = 258, 339, 1, 262, 0  # of TIFF
 
 
 class ReadSamples(NamedTuple):
@@ -158,16 +158,16 @@ def decode_image(content: bytes) -> "Image.Image":
 
 def as_rgb(image: "Image.Image") -> "Image.Image":
     """Convert any PIL image to RGB: as torchvision.datasets.ImageFolder and PIL do, without EXIF orientation and alpha,
-    the first frame. But of 16-bit grey it keeps the upper eight bits, since PIL's conversion makes nearly all white.
-    `ValueError` for other depths and for signed numbers, which PIL clips. Of a very elongated image, the centre."""
+    the first frame; of 16-bit grey the upper eight bits, since PIL makes nearly all white. `ValueError` for other
+    depths and signed numbers, which PIL clips, and 16 bits with white as 0. Of a very elongated image, the centre."""
     from PIL import Image
 
     tags, mode = getattr(image, "tag_v2", {}), image.mode
     is_deep = mode.startswith("I;16") or (mode == "I" and image.format in ("PNG", "PPM"))
     bits, kinds = tags.get(BITS_PER_SAMPLE, (8,)), tags.get(SAMPLE_FORMAT, (UNSIGNED,))
-    if not (is_deep or mode in EIGHT_BITS) or {*bits} - {1, 2, 4, 8, 16} or {*kinds} - {UNSIGNED}:
-        signed = "" if {*kinds} == {UNSIGNED} else ", signed or floating point"
-        raise ValueError(f"pixels of mode {mode}{signed}; only 8 bits, and 16 bits unsigned, are read")
+    negative = is_deep and tags.get(PHOTOMETRIC) == WHITE_IS_ZERO
+    if not (is_deep or mode in EIGHT_BITS) or {*bits} - {1, 2, 4, 8, 16} or {*kinds} - {UNSIGNED} or negative:
+        raise ValueError(f"pixels of mode {mode}; only unsigned numbers of 8 or 16 bits, with black as 0, are read")
     longest = MOST_ELONGATED * min(image.size)
     if max(image.size) > longest:
         left, top = (max(0, side - longest) // 2 for side in image.size)

@@ -21,6 +21,7 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
     random, was_training = seeds.random_state(), model.training
     buffers = [(owner, key, owner[key]) for owner, key in buffer_places(model)]
     values = [None if before is None else before.detach().clone() for _, _, before in buffers]
+    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     few = min(2, learner.batch.micro_batch_size)
     for number in {min(2, size) for size in valid_batches}:
         _try(learner, name, (number, *image_shape), training=False)
@@ -31,9 +32,11 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
         now, owner[key] = owner[key], before
         shapes = [None if one is None else list(one.shape) for one in (before, now)]
         if shapes[0] != shapes[1]:
-            why = f"its buffer {key} is {shapes[0]} at first and {shapes[1]} after training; give it its final shape"
-            raise ConfigError(f"model {name}: {why}")
-        if before is not None and value is not None:
+            why = f"is {shapes[0]} at first and {shapes[1]} after training; give it its final shape"
+            raise ConfigError(f"model {name}: its buffer {key} {why}")
+        if before is not None and now is not None and value is not None:
+            if id(before) not in saved and not torch.equal(now, value):
+                raise ConfigError(f"model {name}: its buffer {key} is not saved, but changes; use no persistent=False")
             before.copy_(value)
     unused = [key for key, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
     if unused and learner.batch.world_size > 1:

@@ -122,10 +122,9 @@ def describe_fault(step: int, ranks: Sequence[Evidence]) -> str:
         remedy = "resume with --resume from a checkpoint before the last checked step"
     named = "; ".join(f"rank {rank} ({ranks[rank].device})" for rank in faulty)
     more = f" (and {len(tensors) - 1} more)" if len(tensors) > 1 else ""
-    return (
-        f"silent corruption in step {step} on {named}: {tensors[0]}{more} {how}\n"
-        f"nothing of this step was saved: remove that machine, check it with {command('doctor')}, and {remedy}"
-    )
+    remedy = f"remove that machine, check it with {command('doctor')}, and {remedy}"
+    start = f"silent corruption in step {step} on {named}: {tensors[0]}{more} {how}"
+    return f"{start}\nnothing of this step was saved: {remedy}; an own network must keep its state in buffers"
 
 
 def outlier_ranks(states: Sequence[Fingerprints]) -> tuple[list[int], list[str]]:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -38,17 +39,17 @@ NO_VALUES = "cannot be run on tensors without values"  # a network, in messages
 def flops_per_image(model: nn.Module, image_shape: tuple[int, ...]) -> float:
     """Count the floating-point operations of forward and backward pass for one image [C, H, W]; a multiply-add is two.
 
-    Runs on tensors without values (device meta) and does not change the network. A network that reads values raises
-    its own error.
-    """
+    Runs on tensors without values (device meta); a network that reads values raises its own error."""
     empty = dict[str, Tensor]()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        empty[name] = torch.empty_like(tensor, device="meta", dtype=dtype).requires_grad_(tensor.requires_grad)
+    for prefix, layer in model.named_modules():  # once for a layer with several names: PyTorch restores only one name
+        for name, tensor in chain(layer.named_parameters(prefix, False), layer.named_buffers(prefix, False)):
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            empty[name] = torch.empty_like(tensor, device="meta", dtype=dtype).requires_grad_(tensor.requires_grad)
     random = seeds.random_state()
     try:
         with FlopCounterMode(display=False) as counter:
-            outputs: Tensor = torch.func.functional_call(model, empty, (torch.empty(2, *image_shape, device="meta"),))
+            images = torch.empty(2, *image_shape, device="meta")
+            outputs: Tensor = torch.func.functional_call(model, empty, (images,), tie_weights=False)
             outputs.sum().backward()
     finally:
         seeds.restore_random_state(random)
