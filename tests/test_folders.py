@@ -348,7 +348,6 @@ DAMAGES = {
     "a class in train only": (lambda data: shutil.rmtree(data / "val/cat"), "expected ones, for example 'cat'"),
     "a class in val only": (lambda data: shutil.rmtree(data / "train/cat"), "expected ones, for example 'cat'"),
     "a link that leads back": (lambda data: (data / "train/cat/link").symlink_to(".."), "links back to"),
-    "suspiciously small": (lambda data: make_folders(data, size=5, extension=".png"), "if intended, set image_size"),
     "no classes": (lambda data: (shutil.rmtree(data / "train"), (data / "train").mkdir()), "no class folders"),
     "no readable validation image": (lambda data: for_each(data / "val", write_text), "not one image can be read"),
 }

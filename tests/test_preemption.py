@@ -73,8 +73,7 @@ def test_under_nohup_the_end_of_the_session_is_ignored_unless_torchrun_passes_it
 def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(set_clock, monkeypatch):
     """A terminal's Ctrl-C reaches the ranks of a job at slightly different times."""
     requests = StopRequests(World(1, 1, 2, torch.device("cpu")))
-    work = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(requests, "_send", lambda: (torch.tensor([signal.SIGINT, 10**6]), work))
+    monkeypatch.setattr(requests, "_compare", lambda _: [signal.SIGINT, 10**6])
     set_clock(100)
     with listen(requests):
         assert requests.poll()
@@ -88,7 +87,7 @@ def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(set_clock, mon
 PACES = {
     "fast": [(0.01, 0.02, 0)],
     "slow": [(10.0, 10.0, 0)],
-    "training after three batches": [(0.2, 0.2, 3), (3.0, 3.0, 0)],  # an all-reduce of the first loop is still pending
+    "training after three batches": [(0.2, 0.2, 3), (3.0, 3.0, 0)],
 }
 
 
@@ -100,13 +99,13 @@ def stop_in_the_middle(folder, pace):
         clock, sent = [0.0], [0]
         preemption.time = SimpleNamespace(monotonic=lambda: clock[0])
         requests = StopRequests(world)
-        send = requests._send
+        compare = requests._compare
 
-        def count_and_send():
+        def count_and_compare(microseconds):
             sent[0] += 1
-            return send()
+            return compare(microseconds)
 
-        requests._send = count_and_send
+        requests._compare = count_and_compare
         with listen(requests):
             for before in pace[:-1]:
                 requests.start_loop()

@@ -11,11 +11,10 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TextIO
-from unicodedata import normalize
 
 Parameters = ParamSpec("Parameters")
 
@@ -150,14 +149,6 @@ def print_text(text: str, stream: TextIO) -> None:
 def print_error(message: str) -> None:
     """Print a line to stderr, as `print_text` does."""
     print_text(f"{message}\n", sys.stderr)
-
-
-def unicode_note(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return a remark if a name in `unknown` looks like one in `known`: macOS and Linux may encode an accent as two
-    characters or as one."""
-    forms = {normalize("NFC", name): name for name in known}
-    alike = [(name, forms[form]) for name in sorted(unknown) if (form := normalize("NFC", name)) in forms]
-    return f" ({alike[0][0]!a} differs from {alike[0][1]!a} only in its Unicode form: rename it)" if alike else ""
 
 
 def explain(error: Exception) -> ExpectedError | None:

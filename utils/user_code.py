@@ -7,7 +7,6 @@ module that Python finds first. An exception in user code becomes an error of tw
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import sys
 import sysconfig
 import traceback
@@ -58,9 +57,8 @@ def _refuse_shadowed(what: str, top: str, here: Path) -> None:
 
 
 @contextmanager
-def user_code_errors(what: str, kind: type[ExpectedError], name: str = "") -> Iterator[None]:
-    """Turn an exception of the `with` block, in which user code runs, into an error of `kind` with the user's line; if
-    none of the user's lines was running, with the line of the function `name`."""
+def user_code_errors(what: str, kind: type[ExpectedError]) -> Iterator[None]:
+    """Turn an exception of the `with` block, in which user code runs, into an error of `kind` with the user's line."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -69,7 +67,7 @@ def user_code_errors(what: str, kind: type[ExpectedError], name: str = "") -> It
             raise known from None
         message = error.msg if isinstance(error, SyntaxError) else str(error)
         reason = shorten(f"{type(error).__name__}: {message}", 300, placeholder=" ...")
-        raise kind(f"{what}: {reason}\n{_place(error) or _definition(name)}".rstrip()) from error
+        raise kind(f"{what}: {reason}\n{_place(error)}".rstrip()) from error
 
 
 def _place(error: BaseException) -> str:
@@ -78,15 +76,6 @@ def _place(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     users = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(Path(frame.filename))]
     return f"{users[-1].filename}:{users[-1].lineno}: {users[-1].line}" if users else ""
-
-
-def _definition(name: str) -> str:
-    """Return the first line of the user's function `package.module:function`, if it has been imported."""
-    module, _, function = name.partition(":")
-    with suppress(OSError, TypeError):
-        lines, number = inspect.getsourcelines(getattr(sys.modules.get(module), function, None))  # type: ignore[arg-type]
-        return f"{sys.modules[module].__file__}:{number}: {lines[0].strip()}"
-    return ""
 
 
 def _is_users(path: Path) -> bool:

@@ -1,7 +1,6 @@
 """The command line of train.py. Imports no torch, so that --help and the like answer at once."""
 
 import argparse
-import difflib
 import os
 import re
 import textwrap
@@ -15,7 +14,7 @@ from typing import NoReturn
 from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config
 from utils.config.config import section
-from utils.config.messages import allowed, shortened, wrong_value
+from utils.config.messages import allowed, did_you_mean, shortened, wrong_value
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError, ExpectedError, complete_output, print_error
 from utils.program import VERSION, Parser, command
@@ -67,7 +66,9 @@ def _parse(argv: Sequence[str] | None) -> Arguments:
         has_default = "default" in _block_names(options.yaml_config)
         default = load_config(options.yaml_config, "default") if has_default else None
         _print_and_exit(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
-    run_dir = _folder(options.run_dir) if options.run_dir else Path("expts") / options.config
+    run_dir = Path(options.run_dir or Path("expts") / options.config)
+    if run_dir.name in ("", ".."):  # only a folder with a name can be moved aside
+        run_dir = run_dir.resolve()
     return Arguments(config, options.config, run_dir, options.resume, options.dry_run)
 
 
@@ -105,17 +106,14 @@ class _Parser(Parser):
 
     def refuse(self, words: Sequence[str], yaml_config: Path) -> NoReturn:
         """Raise `ConfigError` for arguments that are not options, with a suggestion."""
-        first, _, value = words[0].strip().partition("=")
+        first = words[0].partition("=")[0]
         key = first.lstrip("-").replace("-", "_")
-        options = difflib.get_close_matches(first, self._option_string_actions, n=1)
-        remedy = f"did you mean {options[0]}?" if options else "--help lists the options"
+        remedy = did_you_mean(first, self._option_string_actions) or "; --help lists the options"
         if first in _block_names(yaml_config):
-            remedy = f"write --config={first}"
+            remedy = f"; write --config={first}"
         elif key in Config.model_fields:
-            remedy = f"write --set {key}={shortened(value or ''.join(words[1:2])) or 'VALUE'}"
-        elif not first:
-            remedy = "an argument is empty; is a variable of the command line not set?"
-        raise ConfigError(f"unrecognized arguments: {shortened(' '.join(words))}; {remedy}")
+            remedy = f"; write --set {key}=VALUE"
+        raise ConfigError(f"unrecognized arguments: {shortened(' '.join(words))}{remedy}")
 
 
 def _block_names(yaml_config: Path) -> Iterable[str]:
@@ -176,11 +174,6 @@ def not_empty(text: str) -> str:
     if not text:  # from an unset shell variable; as a path it would mean the working directory
         raise argparse.ArgumentTypeError("is empty; is a variable of the command line not set?")
     return text
-
-
-def _folder(text: str) -> Path:
-    path = Path(text)
-    return path if path.name not in ("", "..") else path.resolve()  # only a folder with a name can be moved aside
 
 
 def _describe_blocks(path: Path) -> str:

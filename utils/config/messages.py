@@ -3,7 +3,6 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,9 +10,6 @@ from pydantic import ValidationError
 
 from utils.base_config import as_yaml
 from utils.config.config import Config
-
-# What people write for a value of YAML 1.2.
-MEANT = {"none": None, "null": None, "true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 class Entry(NamedTuple):
@@ -33,7 +29,7 @@ def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) ->
         named = [entry.origin for key, entry in entries.items() if re.search(rf"\b{re.escape(key)}\b", message)]
         return f"{named[-1] if named else block}: {message}"
     value, origin = entries[wrong[0]]
-    message = wrong_value(wrong[0], f"is {shown(value)}", origin) + _hint(wrong[0], value)
+    message = wrong_value(wrong[0], f"is {shown(value)}", origin)
     return message + (f"\nalso wrong: {shortened(', '.join(wrong[1:]), 300)}" if wrong[1:] else "")
 
 
@@ -60,18 +56,6 @@ def takes_text(key: str, value: str) -> bool:
     kinds = {option.get("type") for option in part.get("anyOf", [part])}
     is_null = "null" in kinds and value.lower() in ("null", "~")
     return "string" in kinds and kinds <= {"string", "null"} and value[0] not in "'\"" and not is_null
-
-
-def _hint(key: str, value: Any) -> str:
-    """Suggest the value that the user of a wrong value probably meant."""
-    candidates: list[Any] = [MEANT[value.lower()]] if isinstance(value, str) and value.lower() in MEANT else []
-    with suppress(TypeError, ValueError, OverflowError):
-        candidates += [float(value), int(float(value))]
-    for meant in candidates:
-        with suppress(ValidationError):
-            Config.model_validate({key: meant})
-            return f"; write {as_yaml(meant)}" + (" without quotes" if as_yaml(meant) == value else "")
-    return ""
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

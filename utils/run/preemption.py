@@ -27,20 +27,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequests:
-    """Requests to stop, polled by every rank after the same batch. The all-reduce started after one batch is read after
-    the next, when it has finished, so no rank waits; but after each batch if one takes most of `POLL_SECONDS`."""
+    """Requests to stop, polled by every rank after the same batch."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.signal, self.signal_time = 0, 0.0  # number, 0: none yet
-        self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self.start_loop()
 
     def start_loop(self) -> None:
-        """Collective: start a loop of training or validation, in which the pace of batches is not known yet."""
-        if self._pending is not None:
-            self._receive()
-        self._every = 1  # batches from one all-reduce to the next, the same on all ranks
+        """Start a loop of training or validation, in which the pace of batches is not known yet."""
+        self._every = 1  # batches from one comparison to the next, the same on all ranks
         self._batches, self._since = 0, time.monotonic()
 
     def poll(self) -> bool:
@@ -48,38 +44,25 @@ class StopRequests:
         self._batches += 1
         if self.world.world_size == 1:
             return bool(self.signal)
-        if self._pending is None:
-            if self._batches < self._every:
-                return False
-            self._pending = self._send()
-            if self._every > 1:
-                return False
-        number, microseconds = self._receive()
+        if self._batches < self._every:
+            return False
+        number, microseconds = self._compare(int(1e6 * (time.monotonic() - self._since) / self._batches))
         # at most doubled: while the host runs ahead of a GPU, batches seem short
         self._every = max(1, min(2 * self._every, int(1e6 * POLL_SECONDS / max(1, microseconds))))
         self._batches, self._since = 0, time.monotonic()
+        if number and not self.signal:  # this rank's own copy of one Ctrl-C may still come
+            self.signal, self.signal_time = number, self._since
         return bool(number)
 
     def name(self) -> str:
         """Return the name of the signal, after `poll` has returned true."""
         return signal.Signals(self.signal).name
 
-    def _send(self) -> tuple[torch.Tensor, dist.Work]:
-        """Start an all-reduce of [signal or 0, microseconds per batch] over gloo, so not through the GPU's queue."""
-        microseconds = int(1e6 * (time.monotonic() - self._since) / self._batches)
+    def _compare(self, microseconds: int) -> list[int]:
+        """Return the largest [signal or 0, microseconds per batch] of the ranks; through gloo, not the GPU's queue."""
         flags = torch.tensor([self.signal, microseconds])
-        return flags, dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True)  # type: ignore[return-value]
-
-    def _receive(self) -> tuple[int, int]:
-        """Wait for the pending all-reduce; return its signal or 0, and the microseconds per batch."""
-        assert self._pending is not None
-        flags, work = self._pending
-        work.wait()
-        self._pending = None
-        number, microseconds = flags.tolist()
-        if number and not self.signal:  # this rank's own copy of one Ctrl-C may still come
-            self.signal, self.signal_time = number, time.monotonic()
-        return number, microseconds
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return flags.tolist()  # type: ignore[no-any-return]
 
 
 @contextmanager

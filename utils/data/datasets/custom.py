@@ -45,11 +45,7 @@ def _build_dataset(what: str, config: DatasetConfig, returned: Mapping[str, Any]
     given: dict[str, Any] = {name: _read_per_channel(f"{what}, {name}", returned[name]) for name in has}
     if isinstance(train, ImageFiles) and isinstance(valid, ImageFiles):
         return replace(build_from_files(config.dataset, class_names, train, valid, config.image_size), **given)
-    if (
-        not isinstance(train, ImageArrays)
-        or not isinstance(valid, ImageArrays)
-        or train.image_shape != valid.image_shape
-    ):
+    if isinstance(train, ImageFiles) or isinstance(valid, ImageFiles) or train.image_shape != valid.image_shape:
         raise DataError(f"{what}: train and valid differ; expected paths twice, or arrays with one shape of images")
     if config.image_size is not None:
         raise ConfigError(f"image_size is {config.image_size}, for image files only; {what} returned arrays")

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from utils.data.datasets.cifar import VERSIONS, read_cifar
 from utils.data.datasets.image_files import ImageFiles, ReadSamples, spaced
 from utils.data.datasets.shapes import CLASS_NAMES, generate_shapes
 from utils.data.sampling import IntArray
-from utils.errors import ConfigError, DataError, unicode_note
+from utils.errors import ConfigError, DataError
 
 NUM_SHAPES_TRAIN, NUM_SHAPES_VALID = 10_000, 2_000
 STATISTICS = ("mean", "std")  # of the pixels: they may differ between versions of Pillow
@@ -82,14 +81,13 @@ class Dataset:
 
 def match_classes(where: str, found: Sequence[str], known: Sequence[str], remedy: str) -> IntArray:
     """Return the index in `known` of each of the class names `found`, int64 [classes]: their order may differ.
-    Raises `DataError` if the names differ, or one of them occurs twice, perhaps in two Unicode forms."""
+    Raises `DataError` if the names differ, or one of them occurs twice."""
     for names in (found, known):
-        forms = Counter(unicodedata.normalize("NFC", name) for name in names)
-        if twice := [name for name in names if forms[unicodedata.normalize("NFC", name)] > 1]:
-            raise DataError(f"{where}: class {twice[0]!r} occurs twice ({twice[1]!a}); give each class another name")
-    if differing := sorted({*known} ^ {*found}):
-        sizes = f"its {len(found)} classes are not the {len(known)} expected ones, for example {differing[0]!r}"
-        raise DataError(f"{where}: {sizes}{unicode_note({*found} - {*known}, known)}; {remedy}")
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise DataError(f"{where}: class {twice[0]!r} occurs twice; give each class another name")
+    if differing := sorted({*known} ^ {*found}):  # in ASCII: an accent may be a character of its own
+        sizes = f"its {len(found)} classes are not the {len(known)} expected ones, for example {differing[0]!a}"
+        raise DataError(f"{where}: {sizes}; {remedy}")
     labels = {name: label for label, name in enumerate(known)}
     return np.array([labels[name] for name in found], np.int64)
 

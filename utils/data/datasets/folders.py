@@ -15,12 +15,11 @@ import numpy as np
 from utils.data.datasets.dataset import Dataset, channel_statistics, match_classes
 from utils.data.datasets.image_files import ImageFiles, ReadSamples, describe_unreadable, spaced
 from utils.data.datasets.image_files import printable_name as printable
-from utils.errors import DataError, unicode_note
+from utils.errors import DataError
 from utils.files import name_file_in_error
 from utils.program import command
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-SMALLEST_SIZE = 8  # pixels, if image_size is not set
 IMAGENET_SIZE = 224
 # of ImageNet's training images, as for torchvision's published weights
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -48,8 +47,6 @@ def build_from_files(
         _check_any(read)
         low, size, high = (int(np.quantile(read.samples, q, method="lower")) for q in (0, 0.5, 1))
         sides = f"the median of {len(read.samples)} training images' shorter sides, which are {low} to {high} pixels"
-        if size < SMALLEST_SIZE:
-            raise DataError(f"images of {size} pixels ({sides}) are suspiciously small; if intended, set image_size")
         notes.append(f"image_size: {size}, {sides}")
     train, valid = (replace(split, size=size, centre_fraction=centre_fraction(name)) for split in (train, valid))
     if name != "imagenet":
@@ -84,7 +81,7 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
         if unknown := [name for name in map(printable, folders) if name not in labels]:
             raise DataError(
                 f"{path}: {len(unknown)} of its {len(folders)} folders are no classes of this run: "
-                f"{shorten(', '.join(unknown), 80)}{unicode_note(unknown, labels)}\n"
+                f"{shorten(', '.join(unknown), 80)}\n"
                 f"its {len(labels)} classes are: {shorten(', '.join(labels), 160)}"
             )
         images = [(os.path.join(path, name), -1) for name in names]
@@ -110,19 +107,16 @@ def _entries(folder: Path) -> tuple[list[str], list[str]]:
 
 def _list_images(folder: str) -> list[str]:
     """Return the images in a folder and in the folders within it, in the order of ImageFolder. Raises `DataError` for a
-    link that leads back, whose images would be listed again, perhaps with another label."""
+    link to the split or to a folder listed before: its images would be listed again, perhaps with another label."""
 
     def fail(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions") from None
 
-    images, split = [], os.path.dirname(folder)
-    places = {split: os.path.realpath(split)}
+    images, listed = [], {os.path.realpath(os.path.dirname(folder))}
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
-        places[parent], above = os.path.realpath(parent), parent
-        while above != split:
-            above = os.path.dirname(above)
-            if places[above] == places[parent]:
-                raise DataError(f"{parent}: links back to {above}; remove the link")
+        if (place := os.path.realpath(parent)) in listed:
+            raise DataError(f"{parent}: links back to {place}; remove the link")
+        listed.add(place)
         folders[:] = [name for name in folders if not name.startswith(".")]
         images += [os.path.join(parent, name) for name in files if name.lower().endswith(EXTENSIONS)]
     return sorted(images, key=os.path.split)

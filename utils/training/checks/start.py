@@ -55,7 +55,7 @@ def _try(learner: Learner, name: str, shape: tuple[int, ...], *, training: bool)
     images = torch.zeros(shape, device=next(model.parameters()).device)
     images = images.to(precision.low_precision_dtype) if precision.casts_weights else images
     images = images.to(memory_format=torch.channels_last) if learner.config.enable_nhwc else images
-    failed = user_code_errors(f"model {name} cannot take {what}", ConfigError, name)
+    failed = user_code_errors(f"model {name} cannot take {what}", ConfigError)
     with failed, torch.set_grad_enabled(training), precision.autocast():
         outputs = model(images)
     expected = [shape[0], learner.config.num_classes]
@@ -66,5 +66,5 @@ def _try(learner: Learner, name: str, shape: tuple[int, ...], *, training: bool)
         raise ConfigError(f"model {name}: its outputs depend on no trained parameter; set requires_grad of one")
     if training:
         labels = torch.zeros(shape[0], dtype=torch.int64, device=images.device)
-        with user_code_errors(f"model {name} cannot be trained on {what}", ConfigError, name):
+        with user_code_errors(f"model {name} cannot be trained on {what}", ConfigError):
             learner.criterion(outputs.float(), labels).backward()
