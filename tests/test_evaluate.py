@@ -225,9 +225,7 @@ def test_all_images_of_a_folder_are_evaluated_and_classes_may_be_missing(tmp_pat
 
 def test_folders_with_other_classes_or_no_images(run, tmp_path, capsys):
     (tmp_path / "photos/zebra").mkdir(parents=True)
-    assert (
-        "1 of its 1 folders are no classes of this run: zebra" in refused(capsys, run, "--data", tmp_path / "photos")[1]
-    )
+    assert "folders that are no classes of this run: zebra" in refused(capsys, run, "--data", tmp_path / "photos")[1]
     (tmp_path / "broken/ring").mkdir(parents=True)
     (tmp_path / "broken/ring/no image.png").write_text("nothing")
     status, message = refused(capsys, run, "--data", tmp_path / "broken")

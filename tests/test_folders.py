@@ -279,7 +279,6 @@ def test_more_than_one_percent_of_unreadable_images_ends_the_run(bad, stops, dam
     "passing",
     [
         OSError(errno.EIO, "Input/output error"),
-        OSError(errno.EMFILE, "Too many open files"),
         MemoryError(),
         OSError("out of memory error when reading image file"),  # PIL's
     ],
@@ -298,9 +297,8 @@ def test_a_passing_error_is_no_damage(passing, monkeypatch):
     assert split.read(np.arange(3), None, replace=True).indices.tolist() == [0, 1, 2]
     assert slept == [0.5, 1]
     left += [passing] * 100
-    with pytest.raises(DataError, match=r"x/1: cannot be read in 4 attempts: .*; ") as caught:
+    with pytest.raises(DataError, match=r"x/1: cannot be read in 4 attempts: .*; "):
         split.read(np.arange(3), None, replace=True)
-    assert ("ulimit -n" in str(caught.value)) == (getattr(passing, "errno", None) == errno.EMFILE)
     assert not split.unreadable
 
 

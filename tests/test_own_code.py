@@ -237,7 +237,7 @@ SMALL_FIRST = {"progressive_image_sizes": [[8, 0.5]]}
 REFUSED_BY_THE_RUN = [
     ("of_mine:viewed", {"enable_nhwc": True}, r"\[2, 3, 32, 32\]: RuntimeError: view .*\n{file}:\d+: return super\(\)"),
     ("of_mine:viewed", SMALL_FIRST, r"\[2, 3, 8, 8\] in training: .*\n{file}:\d+: "),
-    ("of_mine:few", {"micro_batch_size": 1}, r"\[1, 3, 32, 32\] in training: ValueError: .*\n{file}:\d+: def few\("),
+    ("of_mine:few", {"micro_batch_size": 1}, r"\[1, 3, 32, 32\] in training: ValueError: "),
     ("of_mine:kept", {}, r"be trained on .*: RuntimeError: .* second time"),
     ("of_mine:wrong", {}, r"cannot be trained on .*: AttributeError: .*\n{file}:\d+: return gradient.no_such"),
     ("of_mine:late", {}, r"its buffer mean is None at first and \[\] after training; give it its final shape"),
@@ -418,7 +418,7 @@ def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, 
 
 
 def test_number_of_classes_and_image_size_must_fit(tiny, one_rank):
-    with pytest.raises(ConfigError, match=r"num_classes is 10, but of_mine:arrays has 4; use --set num_classes=4"):
+    with pytest.raises(ConfigError, match=r"num_classes is 10, not .* of of_mine:arrays; use --set num_classes=4"):
         Trainer(tiny(**OWN | {"num_classes": 10}), one_rank)
     with pytest.raises(ConfigError, match="image_size is 32, for image files only"):
         Trainer(tiny(**OWN | {"image_size": 32}), one_rank)

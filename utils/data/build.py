@@ -57,9 +57,7 @@ def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dat
     # versions of Pillow decode some pixels differently: all ranks take the statistics of rank 0
     statistics: dict[str, Any] = {name: found[0][name] for name in STATISTICS}
     if differing := [rank for rank, data in enumerate(found) if data | statistics != found[0]]:
-        remedy = "copy the same files to each node's data_path"
-        if is_user_code(config.dataset):
-            remedy = "it must return the same each time: seed its random numbers, and sort directory listings"
+        remedy = "copy the same files to each node's data_path; a function must return the same data each time"
         raise DataError(f"dataset {config.dataset}: has other data on {name_ranks(differing)} than on rank 0; {remedy}")
     return replace(dataset, **statistics)
 
@@ -98,14 +96,12 @@ def black_images(config: DataConfig) -> Dataset:
 def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders:
     """Collective: build the loaders of this rank. `ConfigError` if dataset and configuration do not fit."""
     if len(dataset.class_names) != config.num_classes:
-        found = len(dataset.class_names)
-        remedy = f"use --set num_classes={found}"
-        raise ConfigError(f"num_classes is {config.num_classes}, but {dataset.name} has {found}; {remedy}")
+        remedy = f"use --set num_classes={len(dataset.class_names)}"
+        raise ConfigError(f"num_classes is {config.num_classes}, not the number of classes of {dataset.name}; {remedy}")
     decoded_once = isinstance(dataset.train, ImageArrays) or config.data_loader == "device"
     if config.rnd_resized_crop and decoded_once and config.data_loader != "synthetic":
-        remedy = "use dataset imagefolder or imagenet with data_loader torchvision or dali"
-        given = f"{config.dataset} with {config.data_loader}"
-        raise ConfigError(f"rnd_resized_crop needs images that are decoded in each epoch, not {given}; {remedy}")
+        given = f"dataset {config.dataset} with data_loader {config.data_loader}"
+        raise ConfigError(f"rnd_resized_crop needs image files, and data_loader torchvision or dali, not {given}")
     config, notes = cap_workers(config, world)
     whole, rest = config.model_copy(update={"limit_valid_batches": None}), ((dataset.mean, dataset.std), world)
     train = build_loader(config, *rest, dataset.train, training=True)

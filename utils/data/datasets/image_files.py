@@ -133,13 +133,9 @@ class ImageFiles:
                 if isinstance(error, ExpectedError) or not may_pass(error):
                     raise
                 if pause is None:
+                    failed = f"cannot be read in {len(PAUSES) + 1} attempts: {_reason(error)}"
                     remedy = "resume when disk, network and memory work again"
-                    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-                        remedy = "allow more open files (ulimit -n), or use fewer num_data_workers or shards"
-                    name, reason = printable_name(self.path(index)), _reason(error)
-                    raise DataError(
-                        f"{name}: cannot be read in {len(PAUSES) + 1} attempts: {reason}; {remedy}"
-                    ) from None
+                    raise DataError(f"{printable_name(self.path(index))}: {failed}; {remedy}") from None
                 time.sleep(pause)
 
 
