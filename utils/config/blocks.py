@@ -60,18 +60,11 @@ def list_blocks(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _check(entries: dict[str, Entry], overrides: Iterable[str], base: Mapping[str, Any], origin: str) -> Config:
-    _set_last(entries, dict(map(_parse_override, overrides)))
+    entries |= dict(map(_parse_override, overrides))
     try:
         return Config(**{**base, **{key: entry.value for key, entry in entries.items()}})
     except ValidationError as error:
         raise ConfigError(explain(error, origin, entries)) from None
-
-
-def _set_last(entries: dict[str, Entry], later: Mapping[str, Entry]) -> None:
-    """Add entries that win over those before. The order of the dict is the order in which the keys were set."""
-    for key, entry in later.items():
-        entries.pop(key, None)
-        entries[key] = entry
 
 
 def _block(path: Path, name: str, origin: str, chain: tuple[tuple[Path, str], ...] = ()) -> dict[str, Entry]:
@@ -90,11 +83,10 @@ def _flatten(path: Path, block: CommentedMap, chain: tuple[tuple[Path, str], ...
     origins = {key: f"{path}:{position[0] + 1}" for key, position in own.items()}
     entries = dict[str, Entry]()
     if "extends" in own:
-        _set_last(entries, _extended(path, block["extends"], origins["extends"], chain))
+        entries |= _extended(path, block["extends"], origins["extends"], chain)
     for merged in reversed(list(block.merge)):  # of several merged blocks the first one wins
-        _set_last(entries, _flatten(path, merged, chain))
-    _set_last(entries, {str(key): Entry(_plain(block[key]), origins[key]) for key in own if key != "extends"})
-    return entries
+        entries |= _flatten(path, merged, chain)
+    return entries | {str(key): Entry(_plain(block[key]), origins[key]) for key in own if key != "extends"}
 
 
 def _extended(path: Path, text: Any, origin: str, chain: tuple[tuple[Path, str], ...]) -> dict[str, Entry]:

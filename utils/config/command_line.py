@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -63,7 +63,7 @@ def _parse(argv: Sequence[str] | None) -> Arguments:
     if options.explain is not None:
         _print_and_exit(_explain_keys(options.explain, config, options.config))
     if options.print_config:
-        has_default = "default" in _block_names(options.yaml_config)
+        has_default = "default" in list_blocks(options.yaml_config)
         default = load_config(options.yaml_config, "default") if has_default else None
         _print_and_exit(f"# {options.config} in {options.yaml_config}\n{render(config, default)}")
     run_dir = Path(options.run_dir or Path("expts") / options.config)
@@ -109,17 +109,11 @@ class _Parser(Parser):
         first = words[0].partition("=")[0]
         key = first.lstrip("-").replace("-", "_")
         remedy = did_you_mean(first, self._option_string_actions) or "; --help lists the options"
-        if first in _block_names(yaml_config):
-            remedy = f"; write --config={first}"
-        elif key in Config.model_fields:
+        if key in Config.model_fields:
             remedy = f"; write --set {key}=VALUE"
+        with suppress(ConfigError):  # the file cannot be read
+            remedy = f"; write --config={first}" if first in list_blocks(yaml_config) else remedy
         raise ConfigError(f"unrecognized arguments: {shortened(' '.join(words))}{remedy}")
-
-
-def _block_names(yaml_config: Path) -> Iterable[str]:
-    with suppress(ConfigError):  # the file cannot be read
-        return list_blocks(yaml_config)
-    return ()
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> None:

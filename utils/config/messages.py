@@ -20,14 +20,13 @@ class Entry(NamedTuple):
 
 
 def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) -> str:
-    """Return a message of at most two lines: the first problem, and the names of other wrong keys. `entries`: in the
-    order in which they were set."""
+    """Return a message of at most two lines: the first problem, and the names of other wrong keys."""
     problems = error.errors(include_url=False)
     wrong = list(dict.fromkeys(str(problem["loc"][0]) for problem in problems if problem["loc"]))
-    if not wrong:  # a combination of keys: show where the last of them was set
+    if not wrong:  # a combination of keys: show where one of them was set, on the command line if there
         message = problems[0]["msg"].removeprefix("Value error, ")
         named = [entry.origin for key, entry in entries.items() if re.search(rf"\b{re.escape(key)}\b", message)]
-        return f"{named[-1] if named else block}: {message}"
+        return f"{max(named, key=lambda origin: origin.startswith('--set'), default=block)}: {message}"
     value, origin = entries[wrong[0]]
     message = wrong_value(wrong[0], f"is {shown(value)}", origin)
     return message + (f"\nalso wrong: {shortened(', '.join(wrong[1:]), 300)}" if wrong[1:] else "")

@@ -79,10 +79,8 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
             continue
         folders, names = _entries(path)
         if unknown := [name for name in map(printable, folders) if name not in labels]:
-            classes = f"its {len(labels)} classes are: {shorten(', '.join(labels), 160)}"
-            raise DataError(
-                f"{path}: folders that are no classes of this run: {shorten(', '.join(unknown), 80)}\n{classes}"
-            )
+            named = f"{shorten(', '.join(unknown), 80)}\nits classes are: {shorten(', '.join(labels), 160)}"
+            raise DataError(f"{path}: folders that are no classes of this run: {named}")
         images = [(os.path.join(path, name), -1) for name in names]
         for name in folders:
             images += [(image, labels[printable(name)]) for image in _list_images(os.path.join(path, name))]
