@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 
 import torch
 
@@ -33,8 +32,7 @@ def test_a_profiled_run_has_the_tutorials_ranges_and_a_summary(tiny, one_rank, t
     for word in (f"Profile of {ITERATIONS} iterations", *ranges, "aten::", "layout transposes", "waiting for input"):
         assert word in summary
     parts = [float(line.split()[0]) for line in summary.partition("top operators:")[2].splitlines() if "::" in line]
-    outside = float(re.search(r"outside operators .*: (\S+) %", summary)[1])
-    assert 50 < sum(parts) + outside < 101 and parts == sorted(parts, reverse=True)
+    assert 0 < sum(parts) < 101 and parts == sorted(parts, reverse=True)
 
 
 def event(name, category, start, duration, correlation=None, thread=1):
@@ -73,7 +71,6 @@ def test_gpu_summary_counts_kernels_in_the_range_that_launched_them(tmp_path):
         "launch gaps: the GPU is idle 50.0 % of the time, 2 gaps, the longest 0.10 ms",
         "layout transposes: 10.0 %",
         "waiting for input: 10.0 %",
-        "the loop itself, waiting included: 15.0 % of the host's time",
         "host synchronisations: 1.0 an iteration, 5.0 %",
     }
 
@@ -110,9 +107,7 @@ def test_a_gpu_that_is_busy_in_another_stream_is_not_idle(tmp_path):
 def test_a_cpu_summary_has_the_operators_own_times(tmp_path):
     rows = [event("iteration 0", "user_annotation", 0, 1000), event("aten::contiguous", "cpu_op", 0, 100)]
     expected = {"45.0 % convolution", "15.0 % copy", "layout transposes: 10.0 %"}
-    assert describe(tmp_path, rows, convolution=450.0, copy=150.0) >= expected | {
-        "outside operators (Python, waiting): 40.0 %"
-    }
+    assert describe(tmp_path, rows, convolution=450.0, copy=150.0) >= expected
 
 
 def test_under_nsys_only_ranges_are_marked(tmp_path, monkeypatch):

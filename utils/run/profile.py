@@ -29,7 +29,6 @@ from utils.training.profiler import Profiler
 TRACE_FILE = "rank0.pt.trace.json.gz"  # in the folder profile/ of a run
 # the tutorial's ranges; `iteration 7` counts as `iteration`
 RANGES = ("iteration", "data", "zero_grad", "forward/loss/backward", "optimizer.step", "graph replay")
-NO_STEP = ("iteration", "data")  # not the training step itself: an iteration has input, metrics, logging and Python too
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 # Kernels of cuDNN and PyTorch, and PyTorch's CPU operators, that only change a memory layout. On a CPU, oneDNN reorders
@@ -124,7 +123,7 @@ def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> s
     inside = [event for event in events if start <= event.start < host_end]
     work = [event for event in events if event.launched is not None and start <= event.launched < host_end]
     # with CUDA graphs, one launch per step, the host finishes many steps before the GPU
-    total, on_host = max([host_end, *(event.end for event in work)]) - start, host_end - start
+    total = max([host_end, *(event.end for event in work)]) - start
     times = defaultdict[str, float](float, {} if work else own_times)
     for event in work:
         times[event.name] += event.duration
@@ -136,14 +135,9 @@ def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> s
         lines.append(_describe_gaps(work, total))
         waits = [event for event in inside if event.category in LAUNCHES and HOST_WAITS.search(event.name)]
         lines.append(f"host synchronisations: {len(waits) / count:.1f} an iteration, {_share(waits, total)}")
-    else:
-        lines.append(f"outside operators (Python, waiting): {100 - 100 * sum(times.values()) / total:.1f} %")
-    step = [event for name in ranges if name not in NO_STEP for event in ranges[name]]
-    loop = 100 - 100 * sum(event.duration for event in step) / on_host
     transposes = (event for event in work or inside if TRANSPOSES.search(event.name))
     lines.append(f"layout transposes: {_share(transposes, total)}")
     lines.append(f"waiting for input: {_share(ranges.get('data', []), total)}")
-    lines.append(f"the loop itself, waiting included: {loop:.1f} % of the host's time")
     return "\n".join(lines)
 
 
