@@ -29,7 +29,7 @@ class KeyFlag(Enum):
     that only an explicit `--resume PATH` may change."""
 
     FIXED_ON_RESUME = "saved tensors or positions in the data depend on it: a run never resumes with another value"
-    # a value that changes the data or the length of an epoch is refused by `check_data`
+    # a value that changes the data or the length of an epoch is refused too
     FREE_ON_RESUME = "no hyperparameter: not in TensorBoard's HParams, and a run resumes with another value"
 
 

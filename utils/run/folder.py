@@ -88,7 +88,9 @@ def _check_fit(run: Run, path: Path, state: State, *, automatic: bool) -> None:
     for text in fit.check_settings(path, state["config"], run.config, automatic=automatic):
         run.log.say(f"Resuming with another {text}")
     computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
-    fit.check_data(path, state["data"], {key: run.data[key] for key in run.data if key not in computed})
+    if other := fit.changed(state["data"], {key: run.data[key] for key in run.data if key not in computed}):
+        found = f"was trained on other data, or with epochs of another length: {fit.shorten([*other.values()])}"
+        raise CheckpointError(f"{path}: {found}\nresume with the same data and limits, or {fit.NEW_RUN}")
     fit.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
     if differing := fit.changed(state["versions"], describe_arithmetic(run.world.device)):
         run.log.say(f"Resuming with another {fit.shorten([*differing.values()])}: {NOT_EQUAL}")

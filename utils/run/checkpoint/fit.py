@@ -39,15 +39,6 @@ def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, 
     return [*changes.values()]
 
 
-def check_data(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise `CheckpointError` if the data changed, so that a position in the data or a class means something else."""
-    if changes := changed(saved, current):
-        raise CheckpointError(
-            f"{path}: was trained on other data, or with epochs of another length: {shorten([*changes.values()])}\n"
-            f"resume with the same data and limits, or {NEW_RUN}"
-        )
-
-
 def check_tensors_fit(
     path: Path, state: dict[str, Any], network: Mapping[str, Tensor], optimizer: Optimizer | None = None
 ) -> None:

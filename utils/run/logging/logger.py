@@ -167,7 +167,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         if self._files:
             self._write(1, strict_json(record) + "\n")
         self.show(lambda board: board.record(record))
-        for tracker in self.trackers if kind in ("step", "epoch", "end") else ():
+        for tracker in filter(Tracker.is_alive, self.trackers) if kind in ("step", "epoch", "end") else ():
             tracker.records.put(record)
 
     def show(self, add: Callable[[TensorBoardWriter], None]) -> None:

@@ -35,8 +35,6 @@ class Tracker(threading.Thread):
             remedy = f'; pip install ".[{self.name}]"' if isinstance(error, ImportError) else ""
             with suppress(ExpectedError):  # the log cannot be written: the run ends at its next line
                 self.say(f"log_to {self.name}: {error!r}{remedy}; the run continues without it")
-            while self.records.get() is not None:
-                pass
 
     def close(self, *, failed: bool) -> None:
         """Wait until all records are sent, but not longer than `closing_seconds`."""
