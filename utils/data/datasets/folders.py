@@ -104,16 +104,16 @@ def _entries(folder: Path) -> tuple[list[str], list[str]]:
 
 def _list_images(folder: str) -> list[str]:
     """Return the images in a folder and in the folders within it, in the order of ImageFolder. Raises `DataError` for a
-    link to the split or to a folder listed before: its images would be listed again, perhaps with another label."""
+    link that leads back, whose images would be listed again, perhaps with another label."""
 
     def fail(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions") from None
 
-    images, listed = [], {os.path.realpath(os.path.dirname(folder))}
+    images = list[str]()
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
-        if (place := os.path.realpath(parent)) in listed:
+        place = os.path.realpath(parent)
+        if Path(os.path.realpath(os.path.dirname(parent))).is_relative_to(place):
             raise DataError(f"{parent}: links back to {place}; remove the link")
-        listed.add(place)
         folders[:] = [name for name in folders if not name.startswith(".")]
         images += [os.path.join(parent, name) for name in files if name.lower().endswith(EXTENSIONS)]
     return sorted(images, key=os.path.split)
