@@ -84,10 +84,9 @@ def run_trained(
 def open_trained(path: Path, settings: list[str]) -> Trained:
     """Open the newest good checkpoint in a run's folder, or a checkpoint file, with KEY=VALUE `settings` on top of its
     configuration."""
-    from utils.run.checkpoint.io import newest_good, read_checkpoint
+    from utils.run.checkpoint.io import newest_good
 
-    is_file = path.is_file()
-    found, state, complaints = (path, read_checkpoint(path), []) if is_file else newest_good(path / "checkpoints")
+    found, state, complaints = newest_good(path)
     if found is None or state is None:
         raise CheckpointError("; ".join(complaints) or f"{path}: holds no checkpoint of a step; {WHAT_TO_GIVE}")
     try:

@@ -104,13 +104,10 @@ def _find_source(
     if resume == "never":
         return None, None, None
     named = checkpoints if resume == "auto" else Path(resume)
-    folder = named / "checkpoints" if (named / "checkpoints").is_dir() else named
-    path, state, complaints = (
-        (named, checkpoint.read_checkpoint(named), []) if named.is_file() else checkpoint.newest_good(folder)
-    )
+    path, state, complaints = checkpoint.newest_good(named)
     if path is None and complaints:
-        remedy = f"resume from {folder / 'best.pt'} with --resume, or start a new run with --resume never"
-        raise CheckpointError(f"{complaints[0]}\nno step's checkpoint in {folder} is intact; {remedy}")
+        remedy = "resume from its best.pt with --resume, or start a new run with --resume never"
+        raise CheckpointError(f"{complaints[0]}\nno step's checkpoint in {named} is intact; {remedy}")
     if path is None or state is None:
         if resume != "auto":
             raise CheckpointError(f"--resume {named}: no checkpoint there; give a checkpoint, a run folder or never")

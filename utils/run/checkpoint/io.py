@@ -127,11 +127,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"step-{9 * '[0-9]'}.pt"), reverse=True)
 
 
-def newest_good(folder: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
-    """Return (path, state, complaints): the newest intact checkpoint, and what was wrong with damaged newer ones. An
-    intact one of another version of this program raises its `CheckpointError`."""
+def newest_good(named: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
+    """Return (path, state, complaints): a checkpoint file, or the newest intact checkpoint of a run's folder or of its
+    checkpoints, and what was wrong with damaged newer ones. An intact one of another version of this program raises its
+    `CheckpointError`."""
+    if named.is_file():
+        return named, read_checkpoint(named), []
     complaints = list[str]()
-    for path in list_checkpoints(folder):
+    for path in list_checkpoints(named / "checkpoints" if (named / "checkpoints").is_dir() else named):
         try:
             return path, read_checkpoint(path), complaints
         except DamagedError as error:
