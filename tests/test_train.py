@@ -23,6 +23,7 @@ from utils.errors import CheckpointError, ExpectedError
 from utils.run.checkpoint.io import list_checkpoints
 from utils.run.logging.logger import RunLogger
 from utils.run.run import Run
+from utils.training import precision
 from utils.training.checks.dry_run import activation_bytes_per_image
 
 
@@ -241,17 +242,24 @@ def test_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, one_ra
     assert all(torch.equal(value, before[name]) for name, value in learner.model.state_dict().items())
 
 
-def train_with_a_seed_of_its_own(folder):
-    config = tiny_config(seed=int(os.environ["RANK"]), num_data_workers=int(os.environ["RANK"]))
+def train_differently(folder, seeds):
+    """With another seed, or with a processor that lacks kernels for bf16."""
+    rank = int(os.environ["RANK"])
+    precision.has_bf16_kernels = lambda: rank == 0
+    config = tiny_config(seed=seeds[rank], num_data_workers=rank, enable_amp="auto")
     return train_module.main(Arguments(config, "tiny", folder, "never", dry_run=False))
 
 
-def test_settings_that_differ_between_ranks_are_refused(tmp_path):
+DIFFERENT = [((0, 1), "seed is 0 on rank 0, but 1"), ((0, 0), 'format is "bf16 autocast" on rank 0, but "float32: .*"')]
+
+
+@pytest.mark.parametrize(("seeds", "message"), DIFFERENT)
+def test_settings_that_differ_between_ranks_are_refused(tmp_path, seeds, message):
     """As from `--set seed=$RANDOM` under srun. Workers and the data's path may differ between nodes."""
-    ended = run_job(tmp_path / "job", 2, train_with_a_seed_of_its_own, tmp_path / "run")
+    ended = run_job(tmp_path / "job", 2, train_differently, tmp_path / "run", seeds)
     assert [process.status for process in ended] == [2, 2]
     (error,) = complaints(ended)
-    assert "seed is 0 on rank 0, but 1 on rank 1; start every rank with the same settings" in error
+    assert re.search(f"{message} on rank 1; start every rank with the same settings", error)
     assert not (tmp_path / "run").exists()
 
 

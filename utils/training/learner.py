@@ -43,15 +43,14 @@ SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 def check_settings(config: TrainingConfig, world: World) -> None:
     """Collective: raise `ConfigError`, before data is downloaded, for settings that differ between ranks, or that this
     device or number of ranks cannot meet."""
-    everyone = world.all_gather(config.model_dump(mode="json", exclude={"data_path", "num_data_workers"}))
+    precision, exclude = choose_precision(config, world.device), {"data_path", "num_data_workers"}
+    everyone = world.all_gather(config.model_dump(mode="json", exclude=exclude) | {"number format": str(precision)})
     for rank, values in enumerate(everyone):
         for key in [key for key in values if values[key] != everyone[0][key]]:
-            raise ConfigError(
-                f"{key} is {as_yaml(everyone[0][key])} on rank 0, but {as_yaml(values[key])} on rank {rank}; start "
-                "every rank with the same settings"
-            )
+            found = f"{as_yaml(everyone[0][key])} on rank 0, but {as_yaml(values[key])} on rank {rank}"
+            raise ConfigError(f"{key} is {found}; start every rank with the same settings")
     divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
-    check_graphs(config, choose_precision(config, world.device), world.device)
+    check_graphs(config, precision, world.device)
     if config.verify_every_steps is not None and world.device.type == "cuda" and not config.deterministic:
         raise ConfigError("verify_every_steps compares bits, which vary on a GPU; it needs deterministic true")
 
