@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -297,12 +298,15 @@ def no_torchrun(log, reported, restarts, status, requeued, says="", save=True):
     return Case(status, says, requeued, fakes={"srun": srun, "scontrol": HOSTNAMES}, environment=environment)
 
 
-def out_of_memory(line, status=137, reported="", kernel="", says=""):
-    """The job's output ends with `line`, after messages of an earlier start; torchrun's log has no traceback."""
+EARLIER = ("submit.slr: start 1: x", "oom_kill", "submit.slr: start 3: x")
+
+
+def out_of_memory(line, status=137, reported="", kernel="", says="", before=EARLIER):
+    """The job's output ends with `line`, after the lines `before`; torchrun's log has no traceback."""
     report = f'echo {reported} >"$TRAIN_EXIT_STATUS_FILE"; ' if reported else ""
     srun = f"""
         {report} touch "$PWD/expts/.slurm-4/nodes/node1"; echo joins >expts/torchrun-4-node1.log
-        printf "%s\\n" "submit.slr: start 1: x" "oom_kill" "submit.slr: start 3: x" "{line}" >output; exit 137"""
+        printf "%s\\n" {shlex.join(before)} "{line}" >output; exit 137"""
     scontrol = f"{RUNNING.replace('Reason=None', 'StdErr=$PWD/output StdOut=x')}; [[ $2 != hostnames ]] || echo node1"
     fakes = {"srun": srun, "scontrol": scontrol, "dmesg": f"echo '{kernel}'"}
     return Case(status, says or MEMORY, fakes=fakes, environment={"SLURM_RESTART_COUNT": "2"})
@@ -364,6 +368,7 @@ CASES = {
     ),
     # 137: torchrun, or all of its ranks
     "out of memory": out_of_memory("slurmstepd: error: Detected 1 oom_kill event in StepId=4.0. Some of"),
+    "the first line is the start's": out_of_memory("slurmstepd: error: Detected 1 oom_kill", before=EARLIER[2:]),
     "a step out of memory": out_of_memory("srun: error: node1: task 0: Out Of Memory", 1, "1"),
     "out of memory by the kernel's log": out_of_memory("", kernel="oom-kill:task_memcg=/slurm/job_4/step_0"),
     "another job out of memory": out_of_memory("", kernel="oom-kill:task_memcg=/slurm/job_44/step_0", says=LOST),
