@@ -71,11 +71,6 @@ def as_counted(config):
     return Config(**config.model_dump() | changes | replaced), ", ".join(map(" ".join, replaced.items()))
 
 
-def scales_loss(config):
-    """Whether the loss is scaled."""
-    return choose_precision(config, torch.device("cuda")).loss_scale is not None
-
-
 def key_of(config):
     """Return a key that is equal for blocks with equal steps: the settings that affect a step."""
     precision = choose_precision(config, torch.device("cuda"))
