@@ -1,16 +1,11 @@
 """What the ranks of tests need, imported once by the server that forks them (processes.py)."""
 
 import functools
+import importlib
 
-import PIL.Image
-import pytest
-import torchvision
-
-import train
-import utils.distributed.ranks
-from utils.data.datasets import dataset as datasets
-
-__all__ = ["PIL", "pytest", "torchvision", "train", "utils"]
+for name in ("PIL.Image", "pytest", "torchvision", "train", "utils.distributed.ranks"):
+    importlib.import_module(name)
+from utils.data.datasets import dataset as datasets  # noqa: E402
 
 datasets._generate_shapes_dataset = functools.cache(datasets._generate_shapes_dataset)
 datasets._generate_shapes_dataset()  # the shapes of most runs, in half a second
