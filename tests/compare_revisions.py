@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ class RunFailed(Exception):
     """A revision could not finish a run."""
 
 
-def start(name: str, tree: Path, folder: Path) -> subprocess.Popen[str]:
+def start(name, tree, folder):
     """Start a run in processes of one thread each, in the checkout `tree`."""
     launcher = [sys.executable]
     if name.startswith("two-ranks"):
@@ -86,11 +85,11 @@ def start(name: str, tree: Path, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def checkpoints(folder: Path) -> list[Path]:
+def checkpoints(folder):
     return list(folder.glob("checkpoints/step-*.pt"))
 
 
-def stop_in_mid_epoch(process: subprocess.Popen[str], folder: Path) -> None:
+def stop_in_mid_epoch(process, folder):
     """Send SIGUSR1 after a few steps and wait for the end."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while len(checkpoints(folder)) < 3 and process.poll() is None and time.monotonic() < deadline:
@@ -101,7 +100,7 @@ def stop_in_mid_epoch(process: subprocess.Popen[str], folder: Path) -> None:
         raise RunFailed(f"the run was not stopped in mid-epoch\n{errors}")
 
 
-def finish(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+def finish(process, folder):
     """Wait for the end; return the last checkpoint, and the records of metrics.jsonl without measured values."""
     _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     if process.returncode != 0:
@@ -116,7 +115,7 @@ def finish(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
     return {name: state[name] for name in COMPARED} | {"metrics": metrics}
 
 
-def differences(first: Any, second: Any, place: str) -> Iterator[str]:
+def differences(first, second, place):
     """Yield the names of values that differ between two nested states; tensors are compared bit for bit."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         same = first.dtype == second.dtype and first.shape == second.shape
@@ -134,7 +133,7 @@ def differences(first: Any, second: Any, place: str) -> Iterator[str]:
         yield f"{place}: {first!r} and {second!r}"
 
 
-def compare(name: str, trees: list[Path], work: Path) -> list[str]:
+def compare(name, trees, work):
     """Train one run in both checkouts at the same time and return their differences."""
     places = [(tree, work / str(number)) for number, tree in enumerate(trees)]
     processes = [start(name, *place) for place in places]
@@ -150,7 +149,7 @@ def compare(name: str, trees: list[Path], work: Path) -> list[str]:
     return list(differences(reference, here, ""))
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description="Compare runs of the working tree with runs of another revision.")
     parser.add_argument("revision", nargs="?", default="HEAD^", help="default: the parent commit")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=", ".join(RUNS))

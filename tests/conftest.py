@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+import signal
 
 # Before torch is imported, for this process and its children: spinning threads on shared cores slow each other down, up
 # to a hundredfold.
@@ -22,7 +23,8 @@ from torch import nn
 from tests.tiny_shards import make_folders
 from tools.common import as_settings
 from tools.prepare_data import __main__ as prepare_data
-from utils.config import Config, load_config
+from train import Trainer
+from utils.config import Config, list_blocks, load_config
 from utils.config.command_line import parse_arguments
 from utils.data.datasets import dataset as datasets
 from utils.distributed.world import World
@@ -32,24 +34,17 @@ from utils.training.learner import Learner
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
+FILES = sorted((ROOT / "config").glob("*.yaml"))
+BLOCKS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in list_blocks(path)]
 CLASSES = 10
 
 # A whole run in about a second: synthetic shapes, the smallest network, few batches, plain float32.
 TINY = {
-    "dataset": "shapes",
-    "num_classes": 10,
-    "data_loader": "device",
-    "model": "resnet8",
-    "batch_size": 32,
-    "valid_batch_size_per_gpu": 100,
-    "limit_train_batches": 4,
-    "limit_valid_batches": 2,
-    "max_epochs": 2,
-    "log_freq": 2,
-    "log_to_tensorboard": False,
-    "num_data_workers": 0,
-    "device": "cpu",
-}
+    "dataset": "shapes", "num_classes": 10, "data_loader": "device", "model": "resnet8", "device": "cpu",
+    "batch_size": 32, "valid_batch_size_per_gpu": 100, "limit_train_batches": 4, "limit_valid_batches": 2,
+    "max_epochs": 2, "log_freq": 2, "log_to_tensorboard": False, "num_data_workers": 0,
+}  # fmt: skip
+BATCHES, POLLS = 4, 4 + 2  # of an epoch: training steps, and polls for requests, one after each batch
 
 
 def as_options(values: Mapping[str, Any]) -> list[str]:
@@ -59,13 +54,8 @@ def as_options(values: Mapping[str, Any]) -> list[str]:
 TINY_OPTIONS = as_options(TINY)
 
 # All additions of recipes to a step.
-RECIPE = {
-    "mixup_alpha": 0.2,
-    "cutmix_alpha": 1.0,
-    "cutout_size": 8,
-    "ema_decay": 0.9,
-    "progressive_image_sizes": [[16, 0.5]],
-}
+RECIPE = {"mixup_alpha": 0.2, "cutmix_alpha": 1.0, "cutout_size": 8, "ema_decay": 0.9}
+RECIPE |= {"progressive_image_sizes": [[16, 0.5]]}
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -117,6 +107,27 @@ def one_rank():
     return World(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 
+def run(config, world, folder, resume="auto"):
+    """Train a whole run and return its trainer."""
+    trainer = Trainer(config, world, folder, "tiny", resume)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="session")
+def finished(one_rank, tmp_path_factory):
+    """The folder of a run of three epochs with all its checkpoints, to be copied or read."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(tiny_config(max_epochs=3, keep_checkpoints=9), one_rank, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(finished, tmp_path):
+    """A copy of the finished run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
 @pytest.fixture
 def cifar_path():
     """The folder with the real CIFAR binaries; skips the test if the environment variable CIFAR_DATA is not set."""
@@ -155,6 +166,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def interrupt(trainer, poll, action):
+    """Do `action` right before the poll for requests with this number."""
+    really, numbers = trainer.requests.poll, iter(range(1, 1000))
+
+    def poll_and_act():
+        if next(numbers) == poll:
+            action()
+        return really()
+
+    trainer.requests.poll = poll_and_act
+
+
+def stop(trainer, poll):
+    """Ask for a stop there, as the signal handler does."""
+    interrupt(trainer, poll, lambda: setattr(trainer.requests, "signal", signal.SIGTERM))
+
+
+def contents(folder):
+    """{name: bytes} of the files of a folder, except the log and the lock."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("train.log", ".lock")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
 def read_records(folder: Path, kind: str = "") -> list[dict[str, Any]]:
     """Records in the metrics.jsonl of a run, all or of one kind."""
     records = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
@@ -181,6 +215,17 @@ def change_byte(path: Path, position: int = -1) -> None:
 def replace_by_fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
+
+
+class Small(nn.Module):
+    """Compiles in seconds: images [N, 3, 32, 32] -> logits [N, 10]."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.Linear(4, 10)
+
+    def forward(self, images):
+        return self.fc(self.norm(self.conv(images)).relu().mean((2, 3)))
 
 
 def check_equal_training(learners: list[Learner]) -> None:

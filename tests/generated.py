@@ -6,7 +6,6 @@ test_config.py compares both with the fields.
 """
 
 import json
-from typing import Any
 
 from tests.conftest import CIFAR100, ROOT
 from utils.base_config import as_yaml
@@ -18,7 +17,7 @@ LINE_LENGTH = 120
 SCHEMA = ROOT / "config/schema.json"
 
 
-def schema() -> dict[str, Any]:
+def schema():
     """Return the JSON schema of a configuration file: a mapping of block names to blocks, without required keys."""
     block = Config.model_json_schema()
     block["properties"]["<<"] = {"description": "merge one block or a list of blocks"}
@@ -36,7 +35,7 @@ def schema() -> dict[str, Any]:
     }
 
 
-def default_block() -> str:
+def default_block():
     """Return the block `default`: each key, its default and its docstring's first sentence."""
     defaults = Config().model_dump(mode="json")
     lines, above = ["default: &DEFAULT"], ""
@@ -55,13 +54,13 @@ def default_block() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plain(value: Any) -> str:
+def _plain(value):
     """Return a default as a person would write it: strings without quotes, integers without a decimal point."""
     whole = isinstance(value, float) and value.is_integer() and value >= 1
     return as_yaml(int(value) if whole else value).strip('"')
 
 
-def with_default_block(text: str) -> str:
+def with_default_block(text):
     """Return the text of cifar100.yaml with its block `default` replaced."""
     before, _, rest = text.partition("default: &DEFAULT\n")
     return before + default_block() + rest[rest.index("\n# ---") :]

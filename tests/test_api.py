@@ -3,16 +3,17 @@
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import functional
 
 import api
 import train
 from tests.conftest import TINY, as_options, without_times
+from tests.tiny_shards import IMAGENET, SETTINGS
 from tools import evaluate
 from tools.predict import predict
 from tools.trained import open_trained
@@ -30,7 +31,7 @@ def run(tmp_path_factory):
     return api.train("quickstart", run_dir=tmp_path_factory.mktemp("runs") / "run", **SHORT)
 
 
-def computed(run: api.Run) -> list[dict[str, Any]]:
+def computed(run):
     return without_times([run.metrics, *run.epochs])
 
 
@@ -51,7 +52,7 @@ def test_train_gives_the_figures_of_the_command_line(run, tmp_path):
 def test_the_same_call_resumes_an_interrupted_run(run, tmp_path, monkeypatch):
     handlers, train_step = [signal.getsignal(number) for number in SIGNALS], Learner.train_step
 
-    def interrupt(learner: Learner, *batch: Any) -> None:
+    def interrupt(learner, *batch):
         if learner.steps == 5:
             signal.raise_signal(signal.SIGINT)
         train_step(learner, *batch)
@@ -81,6 +82,16 @@ def test_load_gives_the_predictions_of_the_command(run, one_rank, tmp_path):
     assert not model.training and names == list(dataset.class_names)
     torch.testing.assert_close(probabilities, torch.from_numpy(predictions.probabilities), rtol=0, atol=0)
     assert transform(pictures[0].resize((80, 50)).convert("L")).shape == (3, 32, 32)
+
+
+def test_load_prepares_a_picture_as_validation_does(folders, tmp_path):
+    """For imagenet: resized, the central 7/8, and ImageNet's mean and deviation."""
+    values = SHORT | SETTINGS | IMAGENET | {"data_path": str(folders), "max_epochs": 1}
+    transform = api.load(api.train("default", run_dir=tmp_path / "run", **values).folder).transform
+    picture = Image.open(folders / "val/ant/0.JPEG")
+    expected = functional.to_tensor(functional.center_crop(functional.resize(picture, 55), 48))  # 55 = 48 / 0.875
+    expected = functional.normalize(expected, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    torch.testing.assert_close(transform(picture), expected, rtol=0, atol=1e-5)
 
 
 def test_evaluate_gives_the_figures_of_the_command(run, tmp_path):

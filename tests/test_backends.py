@@ -4,11 +4,7 @@ import shutil
 
 import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from models import build_model
-from models.resnet import LOGIT_SCALE
 from tools.verify_resume import compare
 from train import Trainer
 from utils.distributed.world import World
@@ -34,52 +30,6 @@ def test_deterministic_logs_what_it_does_and_costs(tiny):
         )
     assert "cudnn_benchmark" in both and "cudnn_benchmark" not in plain
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
-
-
-class Operations(TorchDispatchMode):
-    """Collects the names of operations, forward and backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.add(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("model", "stem", "works"),
-    [
-        *((model, "7x7", True) for model in ("resnet8", "resnet9", "resnet50", "vgg16", "vgg16_bn")),
-        ("resnet50", "imagenet", True),
-        *((model, "imagenet", False) for model in ("alexnet", "vgg16", "vgg16_bn")),
-    ],
-)
-def test_small_networks_and_resnets_have_deterministic_kernels_on_cuda(tiny, model, stem, works):
-    """`torch.use_deterministic_algorithms` documents two operations without."""
-    config = tiny(model=model, stem=stem, deterministic=True)
-    with torch.device("meta"):
-        network, images = build_model(config), torch.empty(2, 3, 64, 64)
-        with Operations() as operations:
-            network(images[..., :32, :32] if stem == "7x7" else images).sum().backward()
-    refused = {"adaptive_max_pool2d_backward", "_adaptive_avg_pool2d_backward"}
-    assert "convolution_backward" in operations.names and refused.isdisjoint(operations.names) is works
-
-
-def test_resnet9_pools_like_pytorchs_layer(tiny):
-    """The same values and, after a ReLU, gradients: equal maxima other than 0 are unlikely."""
-    model = build_model(tiny(model="resnet9"))
-    kept = []
-    model.layer3.register_forward_hook(lambda _module, _inputs, output: kept.append(output))
-    images = torch.randn(8, 3, 32, 32)
-    model(images).square().sum().backward()
-    gradient = model.prep[0].weight.grad.clone()
-    model.zero_grad()
-    pooled = nn.AdaptiveMaxPool2d(1)(model.layer3(model.layer2(model.layer1(model.prep(images))))).flatten(1)
-    assert torch.equal(kept[0].amax((2, 3)), pooled)
-    (model.fc(pooled) * LOGIT_SCALE).square().sum().backward()
-    torch.testing.assert_close(model.prep[0].weight.grad, gradient)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from train import Trainer
 from utils.training.averages import RunningStatistics
-from utils.training.kernels.batch_norm import COUNTER, defer_batch_counters
+from utils.training.kernels.batch_norm import defer_batch_counters
 
 
 class MixedNetwork(nn.Module):
@@ -80,26 +78,3 @@ def test_micro_batches_leave_the_buffers_of_as_many_ranks():
         mean = torch.stack([network.get_buffer(name).double() for network in ranks]).mean(0)
         torch.testing.assert_close(buffer.float(), mean.float(), msg=name)
     assert one.constant == torch.tensor(0.1) and one.by_count.num_batches_tracked == one.count == 4
-
-
-class Increments(TorchDispatchMode):
-    """Counts operations on the counters of all layers and of single layers."""
-
-    of_all = of_one = 0
-
-    def __torch_dispatch__(self, operation, types, inputs=(), options=None):
-        self.of_all += operation == torch.ops.aten._foreach_add_.ScalarList
-        self.of_one += operation == torch.ops.aten.add_.Tensor and inputs[0].dtype == torch.int64
-        return operation(*inputs, **options or {})
-
-
-@pytest.mark.parametrize("changes", [{}, {"micro_batch_size": 8, "ema_decay": 0.9}], ids=["plain", "accumulation"])
-def test_a_forward_pass_increments_all_counters_in_one_operation(tiny, one_rank, changes):
-    learner = Trainer(tiny(**changes), one_rank).learner
-    with Increments() as increments:
-        learner.train_step(torch.randn(32, 3, 32, 32), torch.randint(10, (32,)))
-    passes = learner.batch.accumulation
-    assert (increments.of_all, increments.of_one) == (passes, 0)
-    for network in (learner.model, learner.validated):
-        counters = [value for name, value in network.state_dict().items() if name.endswith(COUNTER)]
-        assert len(counters) == 9 and all(value == 1 for value in counters)  # one step, as on several ranks

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 
 import train
-from tests.conftest import CLASSES, ROOT, read_records
-from utils.config import Config, list_blocks, load_config
+from tests.conftest import BLOCKS, CLASSES, read_records
+from utils.config import Config, load_config
 from utils.config.command_line import Arguments
 
-FILES = sorted((ROOT / "config").glob("*.yaml"))
-BLOCKS = [pytest.param(path, name, id=f"{path.stem}-{name}") for path in FILES for name in list_blocks(path)]
 # Settings that a CPU does not support are replaced by these.
 NEEDS_GPUS: dict[str, Any] = {
     "parallel": "ddp", "enable_sync_bn": False, "enable_cuda_graphs": False, "loss_scale": None, "amp_dtype": "auto",

@@ -2,7 +2,6 @@
 
 import html
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +15,13 @@ from utils.run.logging.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, Tensor
 TUTORIALS_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 
 
-def read(folder: Path) -> EventAccumulator:
+def read(folder):
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "images": 0, "scalars": 0})
     events.Reload()
     return events
 
 
-def texts(events: EventAccumulator, tag: str) -> str:
+def texts(events, tag):
     return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
 
 
@@ -58,23 +57,23 @@ def test_a_run_has_scalars_by_epoch_step_and_second_texts_pictures_and_charts(ru
     assert "| class | accuracy |" in texts(events, "run/worst classes")
     (grid,), (matrix,) = events.Images("augmented batch"), events.Images("confusion matrix")
     assert (grid.height, grid.width, matrix.width) == (3 * (4 * 33 + 1), 3 * (8 * 33 + 1), 600)
+    image = draw_matrix(torch.tensor([[4, 0], [1, 3]]))  # white at 0 and dark at 100 %
+    assert image.shape == (600, 600) and (image[0, 599], image[0, 0]) == (1, 0) and 0 < image[599, 0] < 1
     (layout,) = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
     assert all(chart in layout for chart in (b"accuracy by epoch", b"images_per_sec"))
 
 
-def test_a_row_of_hparams_has_four_settings_and_the_other_changes_from_default_as_one_text():
-    changes = {"enable_nhwc": True, "log_freq": 7, "device": "cpu", "max_epochs": 3, "micro_batch_size": None}
-    row = {CHANGES: "device=cpu, enable_nhwc=true", "batch_size": 128, "lr": 0.1, "max_epochs": 3, "model": "resnet50"}
-    assert compared(Config(**Config().model_dump() | changes)) == row
-
-
-def test_hparams_have_a_row_with_these_columns_and_the_results(run):
+def test_hparams_have_a_row_of_settings_and_results(run):
+    """Four settings, the other changes from default as one text, and the results."""
     from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
     from tensorboard.context import RequestContext
     from tensorboard.plugins.base_plugin import TBContext
     from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment
 
+    changes = {"enable_nhwc": True, "log_freq": 7, "device": "cpu", "max_epochs": 3, "micro_batch_size": None}
+    row = {CHANGES: "device=cpu, enable_nhwc=true", "batch_size": 128, "lr": 0.1, "max_epochs": 3, "model": "resnet50"}
+    assert compared(Config(**Config().model_dump() | changes)) == row
     folder = run(max_epochs=1, weight_decay=0.1)
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder))
     multiplexer.Reload()
@@ -137,8 +136,3 @@ def test_the_run_is_saved_before_the_picture_of_its_classes(run, tmp_path, monke
     with pytest.raises(MemoryError):
         run()
     assert (tmp_path / "run/checkpoints/step-000000008.pt").exists()  # the last one, after two epochs
-
-
-def test_confusion_matrix_is_white_at_0_and_dark_at_100_percent():
-    image = draw_matrix(torch.tensor([[4, 0], [1, 3]]))
-    assert image.shape == (600, 600) and (image[0, 599], image[0, 0]) == (1, 0) and 0 < image[599, 0] < 1

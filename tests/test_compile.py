@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-from tests.test_step import Small
+from tests.conftest import Small
 from tools.bench.training import build_measured
 from train import Trainer
 from utils.distributed.ddp import wrap_in_ddp
@@ -99,14 +99,3 @@ def test_ddp_calls_the_compiled_network(ddp, compiled):
         ddp.train_step(*batch)
     network_and_loss = 2
     assert (compiled.frame_count, dict(counters["graph_break"])) == (network_and_loss, {})
-
-
-def test_a_compiled_network_is_split_where_ddps_buckets_end(ddp, compiled, monkeypatch):
-    """So that a bucket's all-reduce starts before the backward pass of the other layers. Names in a checkpoint are the
-    network's: torch.compile adds `_orig_mod.`, and DDP `module.`."""
-    monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 200)
-    ddp.step.model.bucket_bytes_cap = 200  # bytes, about the last layer's
-    ddp.train_step(*BATCHES[0])
-    assert compiled.frame_count > 2  # network and loss
-    state = ddp.state_dict()
-    assert list(state["model"]) == list(state["average"]["module"]) == list(Small().state_dict())

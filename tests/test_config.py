@@ -4,16 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
-from tests.conftest import CIFAR100, ROOT
+from tests.conftest import BLOCKS, CIFAR100, ROOT
 from tests.generated import schema, with_default_block
-from tests.test_blocks import BLOCKS, FILES
 from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config, override
 from utils.errors import ConfigError
-
-# ---- the files of this repository
 
 
 @pytest.mark.parametrize(("path", "name"), BLOCKS)
@@ -29,30 +25,6 @@ def test_default_of_cifar100_equals_the_fields():
     text = CIFAR100.read_text(encoding="utf-8")
     assert text == with_default_block(text), "run: python -m tests.generated"
     assert load_config(CIFAR100, "default") == Config()
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_blocks_state_only_differences(path):
-    """From the extended or merged block, or from the defaults; only `default` of cifar100 lists every key."""
-    blocks = YAML(typ="safe").load(path.read_text(encoding="utf-8").replace("<<:", "merged:"))
-    names = {id(block): name for name, block in blocks.items()}
-    for name, own in blocks.items():
-        merged, (file, _, extended) = own.pop("merged", None), own.pop("extends", "").rpartition("#")
-        base = Config() if merged is None else load_config(path, names[id(merged)])
-        base = load_config(Path(file), extended) if file else base
-        repeated = [key for key, value in own.items() if base.model_dump(mode="json")[key] == value]
-        assert not repeated or (path, name) == (CIFAR100, "default"), f"{name} repeats {repeated}"
-
-
-def test_a_block_that_merges_nothing_takes_the_defaults(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("default:\n  seed: 3\nx:\n  lr: 1\n", encoding="utf-8")
-    assert load_config(path, "x") == Config(lr=1)
-    assert list_blocks(path) == {"default": {}, "x": {"seed": 0, "lr": 1}}
-
-
-def test_every_field_has_a_docstring():
-    assert [key for key, field in Config.model_fields.items() if not field.description] == []
 
 
 def test_schema_is_current():
@@ -111,7 +83,21 @@ def test_named_blocks_equal_the_tutorials(name):
     assert config.micro_batch_size == (128 if split else None)
 
 
-# ---- values of YAML 1.2
+RECIPES = {  # (lr, momentum, weight decay, label smoothing, epochs, warm-up epochs)
+    "cifar100.yaml#record-75-strict": (0.02, 0.85, 0.2, 0.1, 18, 1),
+    "cifar100.yaml#record-75-bs2048": (0.04, 0.85, 0.4, 0.1, 26, 2),
+    "cifar100.yaml#cifar100-cpu": (0.056, 0.75, 0.07, 0.2, 7, 1),
+    "cifar10.yaml#cifar10-94-cpu": (0.03, 0.95, 0.05, 0.2, 12, 3),
+    "cifar10.yaml#resnet50-o0": (0.1, 0.9, 1e-4, 0.0, 50, 5),
+}
+
+
+@pytest.mark.parametrize("place", RECIPES)
+def test_the_recipes_of_published_results_are_unchanged(place):
+    file, block = place.split("#")
+    config = load_config(ROOT / "config" / file, block)
+    keys = ("lr", "momentum", "weight_decay", "label_smoothing", "max_epochs", "lr_warmup_epochs")
+    assert tuple(getattr(config, key) for key in keys) == RECIPES[place]
 
 
 @pytest.mark.parametrize(
@@ -147,19 +133,21 @@ def test_any_text_survives_being_printed_and_is_taken_literally_on_the_command_l
         assert config.data_path == text
 
 
-def test_own_keys_win_over_merged_and_earlier_merges_over_later(tmp_path):
+def test_what_wins_where_blocks_merge(tmp_path):
+    """Own keys, then earlier merges; a block that merges nothing takes the defaults, not the block `default`."""
     path = tmp_path / "c.yaml"
     text = "a: &A {lr: 2, seed: 2, log_freq: 2}\nb: &B {lr: 3, seed: 3}\nx:\n  <<: [*B, *A]\n  lr: 4\n"
     path.write_text(text, encoding="utf-8")
-    assert load_config(path, "x", ["seed=5", "seed=6"]) == Config(lr=4, seed=6, log_freq=2)
+    for overrides, seed in (([], 3), (["seed=5", "seed=6"], 6)):
+        assert load_config(path, "x", overrides) == Config(lr=4, seed=seed, log_freq=2)
+    path.write_text("default:\n  seed: 3\nx:\n  lr: 1\n", encoding="utf-8")
+    assert load_config(path, "x") == Config(lr=1) and list_blocks(path)["x"] == {"seed": 0, "lr": 1}
 
-
-# ---- messages; FILE is the file's path
 
 RATE = "allowed: a number above 0 and at most 1000"
 COUNT = "allowed: a whole number from 1 to 2147483647"
 MEAN = "allowed: a list of 3 values, each a number at least 0 and at most 1"
-BROKEN = [
+BROKEN = [  # FILE: the path of the file
     ("x: {lr: fast}", 'FILE:1: lr is "fast"; ' + RATE),
     ('x:\n  lr: "0.1"', f'FILE:2: lr is "0.1"; {RATE}'),
     ("x: {lr: !!python/object/apply:os.getpid []}", "FILE:1: lr is []; " + RATE),
@@ -189,9 +177,6 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path, refused):
     for path, problem in {tmp_path / "no.yaml": "No such file or directory", tmp_path: "Is a directory"}.items():
         expected = f"error: {path}: expected a YAML file of configuration blocks: {problem}\n"
         assert refused(f"--yaml_config={path}") == expected
-
-
-# ---- blocks of other files
 
 
 def test_a_block_extends_one_of_another_file(tmp_path, monkeypatch):

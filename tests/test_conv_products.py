@@ -75,35 +75,6 @@ def test_bf16_is_within_rounding_of_float32():
     torch.testing.assert_close(layer.weight.grad, exact, rtol=2**-7, atol=2**-7 * exact.abs().max().item())
 
 
-@pytest.mark.parametrize("stride", [2, (2, 3), (1, 2)])
-def test_a_1x1_convolution_with_a_stride_subsamples_in_bf16(stride):
-    """Within bf16's rounding of float64; skipped pixels have zero gradient."""
-    layer, images = make_layer(1, torch.bfloat16, stride=stride), make_images(dtype=torch.bfloat16)
-    exact = gradients(make_layer(1, torch.bfloat16, stride=stride).double(), images.double())
-    layer.__class__ = ProductConv2d
-    found = gradients(layer, images)
-    for value, right in zip(found, exact, strict=True):
-        torch.testing.assert_close(value.double(), right, rtol=2**-7, atol=2**-7 * right.abs().max().item())
-    assert torch.equal(found[1] == 0, exact[1] == 0)
-    assert found[1].is_contiguous(memory_format=torch.channels_last)
-
-
-def test_frozen_weights_and_evaluation():
-    layer = make_layer(3, torch.float32, padding=1)
-    layer.__class__ = ProductConv2d
-    images = torch.randn(2, 16, 5, 5, requires_grad=True)
-    with torch.no_grad():
-        assert layer(images).grad_fn is None
-    layer(torch.randn(16, 5, 5)).sum().backward()  # an image without a batch
-    layer.zero_grad()
-    layer.weight.requires_grad_(False)
-    layer(images).sum().backward()
-    assert layer.weight.grad is None and images.grad is not None
-    layer.weight.requires_grad_(True)
-    layer(images.detach()).sum().backward()  # a first layer: no gradient of the images
-    assert layer.weight.grad is not None
-
-
 def test_layers_it_replaces(tiny, monkeypatch):
     """In ResNet50, 38 of 53 convolutions have over 128 x 128 channels, 24 over 256 x 256, the minimum in bf16."""
 

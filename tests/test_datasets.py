@@ -2,8 +2,7 @@
 
 import hashlib
 import re
-import shutil
-import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,11 @@ import pytest
 import torch
 
 import utils.data.build
-from tests.conftest import CIFAR100, change_byte, tiny_config
-from tests.tiny_cifar import make_tiny_cifar, serve
+from tests.conftest import CIFAR100, change_byte, run, tiny_config
+from tests.tiny_cifar import make_tiny_cifar
 from tests.tiny_shards import make_folders, write_image
 from tools.prepare_data import __main__ as prepare_data
-from train import Trainer
-from utils.config import load_config
+from utils.config import Config, load_config
 from utils.data.datasets import dataset as datasets
 from utils.data.datasets import folders
 from utils.data.datasets.cifar import VERSIONS
@@ -48,42 +46,29 @@ def assert_holds(dataset, tiny):
         np.testing.assert_array_equal(arrays.images, pixels.reshape(-1, 3, 32, 32))
 
 
-def test_binary_version_holds_every_record(tiny, tmp_path):
+def test_binary_version_holds_every_record_in_any_order(tiny, tmp_path):
     folder = tiny.write_binary(tmp_path)
     assert_holds(load(tiny, tmp_path), tiny)
     assert sorted(path.name for path in folder.iterdir()) == sorted(tiny.records), "reading writes nothing"
-
-
-def test_the_same_records_in_another_order_are_accepted(tiny, tmp_path):
     for name in tiny.records:
         tiny.records[name][:] = tiny.records[name][::-1].copy()
-    tiny.write_binary(tmp_path)
-    assert_holds(load(tiny, tmp_path), tiny)
+    tiny.write_binary(tmp_path / "reversed")
+    assert_holds(load(tiny, tmp_path / "reversed"), tiny)
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize("damage", [cut, change_byte, Path.unlink])
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-1]), change_byte, Path.unlink])
 @pytest.mark.parametrize("which", [0, -1])
-def test_damage_is_an_error_that_names_the_file_and_the_remedy(tiny, tmp_path, damage, which):
+def test_damage_and_missing_data_are_errors_with_the_remedy(tiny, tmp_path, damage, which):
+    command = f"python -m tools.prepare_data --dataset {tiny.version.name} --data_path '{tmp_path / 'my data'}'"
+    with pytest.raises(DataError, match=re.escape(f"\n{command} (without a network: --from ARCHIVE)")):
+        load(tiny, tmp_path / "my data")
     folder = tiny.write_binary(tmp_path)
     path = folder / list(tiny.records)[which]
     damage(path)
     with pytest.raises(DataError) as caught:
         load(tiny, tmp_path)
     message = str(caught.value)
-    assert str(path) in message and f"Move {folder} away; " in message
-    command = f"python -m tools.prepare_data --dataset {tiny.version.name} --data_path {tmp_path}"
-    assert message.endswith(f"\n{command} (without a network: --from ARCHIVE)") and message.count("\n") == 1
-
-
-def test_missing_data_name_the_command_that_downloads_them(tiny, tmp_path):
-    command = f"python -m tools.prepare_data --dataset {tiny.version.name} --data_path '{tmp_path / 'my data'}'"
-    with pytest.raises(DataError, match=re.escape(f"\n{command} (without a network: --from ARCHIVE)")):
-        load(tiny, tmp_path / "my data")
-    assert not (tmp_path / "my data").exists()
+    assert str(path) in message and f"Move {folder} away; " in message and message.count("\n") == 1
 
 
 def test_torchvision_version_is_read_and_an_altered_one_is_refused_unopened(tiny, tmp_path):
@@ -95,25 +80,6 @@ def test_torchvision_version_is_read_and_an_altered_one_is_refused_unopened(tiny
     with pytest.raises(DataError, match=folder.name):
         load(tiny, tmp_path)
     assert not trap.exists()
-
-
-def test_several_callers_download_once(tiny, tmp_path, monkeypatch):
-    data_path, fetched, loaded, dataset_class = tmp_path / "data", [], [], tiny.version.dataset_class
-    (tmp_path / dataset_class.filename).write_bytes(tiny.archive)
-    download = dataset_class.download
-    monkeypatch.setattr(dataset_class, "download", lambda self: (fetched.append(self.url), download(self)))
-    with serve(tmp_path, monkeypatch) as address:
-        monkeypatch.setattr(dataset_class, "url", f"{address}/{dataset_class.filename}")
-        threads = [
-            threading.Thread(target=lambda: loaded.append(load(tiny, data_path, download=True))) for _ in range(3)
-        ]  # a file lock excludes threads as it does processes: each opens the file itself
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(loaded) == 3 and len(fetched) == 1
-    for dataset in loaded:
-        assert_holds(dataset, tiny)
 
 
 @pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"])
@@ -142,20 +108,21 @@ def test_official_data(name, cifar_path):
     for arrays, count in ((dataset.train, 50_000), (dataset.valid, 10_000)):
         assert arrays.images.shape == (count, 3, 32, 32)
         assert np.bincount(arrays.labels).tolist() == [count // num_classes] * num_classes
-    mean, std = channel_statistics(dataset.train.images)
-    assert dataset.mean == pytest.approx(mean, rel=1e-14)
-    assert dataset.std == pytest.approx(std, rel=1e-14)
+    for found, computed in zip((dataset.mean, dataset.std), channel_statistics(dataset.train.images), strict=True):
+        assert found == pytest.approx(computed, rel=1e-14)
 
 
-def test_mean_and_deviation_of_cifar100_are_settings():
-    """As in the tutorial."""
+def test_published_means_and_deviations_and_the_settings_of_cifar100():
+    cifar10, cifar100 = VERSIONS["cifar10"], VERSIONS["cifar100"]
+    assert cifar10.mean == pytest.approx((0.4914, 0.4822, 0.4465), abs=1e-4)
+    assert cifar10.std == pytest.approx((0.2470, 0.2435, 0.2616), abs=1e-4)
+    assert (cifar100.mean, cifar100.std) == (Config().cifar100_mean, Config().cifar100_std)
+    assert cifar100.mean == pytest.approx((0.50708, 0.48655, 0.44092), abs=1e-5)
+    assert cifar100.std == pytest.approx((0.26733, 0.25644, 0.27615), abs=1e-5)
     mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
     settings = ["data_loader=synthetic", f"cifar100_mean={mean}", f"cifar100_std={std}"]
     dataset = utils.data.build.find_dataset(load_config(CIFAR100, "bs128", settings), download=False)
     assert (list(dataset.mean), list(dataset.std)) == (mean, std)
-
-
-# ---- class names, statistics, samples of the validation images
 
 
 @pytest.mark.parametrize(
@@ -195,9 +162,6 @@ def test_a_limited_validation_sees_every_class_alike(labels):
     assert len(set(seen)) == 100 and counts.max() - counts.min() <= 1
 
 
-# ---- other data
-
-
 def swap(one, other):
     one.rename(one.with_name("aside"))
     other.rename(one)
@@ -213,40 +177,48 @@ CHANGES = {
 }
 
 
-def train(folder, run, one_rank, resume="auto", **changes):
-    keys = {"dataset": "imagefolder", "data_path": str(folder), "num_classes": 2, "image_size": 16, "batch_size": 4}
-    trainer = Trainer(tiny_config(**keys, **changes), one_rank, run, resume=resume)
-    trainer.train()
-    return trainer
+@pytest.fixture
+def other(tmp_path):
+    """A small folder of images to be changed, and its settings."""
+    folder = make_folders(tmp_path / "data", ("ant", "bee"), 4, 4, 16, ".bmp")
+    keys = {"dataset": "imagefolder", "num_classes": 2, "image_size": 16, "batch_size": 4}
+    return folder, partial(tiny_config, data_path=str(folder), **keys)
 
 
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_run_does_not_resume_with_other_data(change, shards, one_rank, tmp_path):
-    folder = make_folders(tmp_path / "data", ("ant", "bee"), 4, 4, 16, ".bmp")
+def test_other_data_have_another_fingerprint(change, shards, other, tmp_path):
+    folder, config = other
 
-    def train_again():
-        path = folder
-        if shards:
-            path = tmp_path / "shards"
-            shutil.rmtree(path, ignore_errors=True)
-            assert prepare_data.main([f"--shards={path}", f"--from={folder}"]) == 0
-        train(path, tmp_path / "run", one_rank)
+    def find(number):
+        path = tmp_path / f"shards-{number}" if shards else folder
+        assert not shards or prepare_data.main([f"--shards={path}", f"--from={folder}"]) == 0
+        return utils.data.build.find_dataset(config(data_path=str(path)), download=False).fingerprint
 
-    train_again()
-    train_again()
+    before = find(0)
+    assert find(1) == before
     CHANGES[change](folder)
-    with pytest.raises(CheckpointError, match="was trained on other data"):
-        train_again()
+    assert find(2) != before
 
 
-def test_a_run_resumes_with_its_own_statistics(one_rank, tmp_path, monkeypatch):
-    """As with another version of Pillow."""
-    folder = make_folders(tmp_path / "data", ("ant", "bee"), 4, 4, 16, ".bmp")
-    trainer = train(folder, tmp_path / "run", one_rank, max_epochs=1)
+def test_labels_and_every_split_are_part_of_the_fingerprint():
+    images, labels = np.arange(8 * 3 * 64, dtype=np.uint8).reshape(8, 3, 8, 8), np.arange(8) % 2
+    splits = datasets.ImageArrays(images, labels), datasets.ImageArrays(images, labels)
+    altered = datasets.ImageArrays(images, labels[::-1]), datasets.ImageArrays(images[::-1], labels)
+    found = {datasets.fingerprint(*pair) for part in altered for pair in (splits, (part, splits[1]), (splits[0], part))}
+    assert len(found) == 5
+
+
+def test_a_run_resumes_with_its_own_statistics_and_not_with_other_data(one_rank, tmp_path, monkeypatch, other):
+    """Statistics differ with another version of Pillow."""
+    folder, config = other
+    trainer = run(config(max_epochs=1), one_rank, tmp_path / "run")
     monkeypatch.setattr(folders, "channel_statistics", lambda images: ((0.1,) * 3, (0.2,) * 3))
-    again = train(folder, tmp_path / "run", one_rank, resume=f"{tmp_path}/run", max_epochs=2)
+    again = run(config(max_epochs=2), one_rank, tmp_path / "run", resume=f"{tmp_path}/run")
     for name in ("mean", "std"):
         assert again.run.data[name] == trainer.run.data[name]
         assert {getattr(loader.normalise, name) for loader in again.loaders.every()} == {trainer.run.data[name]}
     assert "Normalising with the checkpoint's" in (tmp_path / "run/train.log").read_text()
+    CHANGES["renamed"](folder)
+    with pytest.raises(CheckpointError, match="was trained on other data"):
+        run(config(max_epochs=2), one_rank, tmp_path / "run")

@@ -5,14 +5,13 @@ import importlib
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tools.bench.ladder import LISTS
 from utils import errors
-from utils.config import list_blocks, load_config
+from utils.config import list_blocks
 from utils.config.command_line import parse_arguments
 from utils.errors import ExpectedError
 
@@ -29,7 +28,7 @@ OPTION = re.compile(r"--[a-z][\w-]*")
 COMMAND = re.compile(r"(?:python3?|torchrun|srun|mpirun|mpiexec|nsys)\b.*?((?:train\.py|-m tools\.[a-z_]+).*)")
 
 
-def commands() -> list[tuple[str, str]]:
+def commands():
     """Return (page:line, command starting at `train.py` or `-m tools.NAME`) from code blocks and inline code."""
     found = []
     for page in PAGES:
@@ -48,7 +47,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("where", "command"), [pytest.param(*case, id=": ".join(case)) for case in commands()])
-def test_command_parses(where: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_command_parses(where, command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     program, *arguments = shlex.split(command.removeprefix("-m "), comments=True)
     if program == "train.py":
@@ -69,7 +68,16 @@ def test_command_parses(where: str, command: str, capsys: pytest.CaptureFixture[
     assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= offered
 
 
-def test_sbatch_commands_can_be_submitted(monkeypatch: pytest.MonkeyPatch):
+def test_commands_are_found_in_the_pages():
+    places = " ".join(place for place, _ in commands())
+    assert (
+        places.count("README.md") >= 5
+        and places.count("docs/configuration.md") > 10
+        and places.count("docs/course") > 30
+    )
+
+
+def test_sbatch_commands_can_be_submitted(monkeypatch):
     """In every `sbatch [OPTIONS] SCRIPT [ARGUMENTS]` the script exists, its #SBATCH lines have the options, and
     train.py takes the arguments."""
     monkeypatch.chdir(ROOT)
@@ -86,23 +94,8 @@ def test_sbatch_commands_can_be_submitted(monkeypatch: pytest.MonkeyPatch):
     assert {ROOT / "README.md", ROOT / "docs/course/many_devices.md", ROOT / "docs/slurm.md", *SCRIPTS} <= seen
 
 
-def test_nsys_commands_have_the_options_of_the_profiler():
-    """torch.cuda.nvtx registers no names, so without these options nsys captures nothing."""
-    [wanted] = nsys_options(ROOT / "utils/run/profile.py")
-    assert "--env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0" in wanted
-    shown = {page.name: options for page in PAGES for options in nsys_options(page)}
-    assert "profile.md" in shown
-    assert {name: options for name, options in shown.items() if options != wanted} == {}
-
-
-def nsys_options(path: Path) -> list[set[str]]:
-    """Return the options, up to the program, of each complete `nsys profile` command in a file."""
-    text = re.sub(r"\\+\n\s*", " ", path.read_text(encoding="utf-8"))
-    return [set(shlex.split(options)) for options in re.findall(r"nsys profile (?!\.\.\.)(.*?) python", text)]
-
-
 @pytest.mark.parametrize("path", [*PAGES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
-def test_configurations_exist(path: Path):
+def test_configurations_exist(path):
     known = {name for file in (ROOT / "config").glob("*.yaml") for name in list_blocks(file)}
     text = path.read_text(encoding="utf-8")
     named = set(re.findall(r"--config(?:=| (?=bs\d))([a-z0-9][\w.+-]*)", text))
@@ -114,13 +107,13 @@ def test_configurations_exist(path: Path):
 
 
 @pytest.mark.parametrize("page", [*PAGES, *EVIDENCE], ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_and_figures_lead_somewhere(page: Path):
+def test_links_and_figures_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     local = [target for target in targets if not target.startswith(("http://", "https://"))]
     assert [target for target in local if not (page.parent / target).exists()] == []
 
 
-def searches() -> list[re.Pattern[str]]:
+def searches():
     """Return the messages quoted in the first columns of docs/troubleshooting.md as patterns: `...` is any text."""
     page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8").partition("## Exit statuses")[0]
     rows = [line for line in page.splitlines() if line.startswith("| ")]
@@ -128,7 +121,7 @@ def searches() -> list[re.Pattern[str]]:
     return [re.compile(".*".join(map(re.escape, message.split("..."))), re.DOTALL) for message in quoted]
 
 
-def printed_texts() -> list[str]:
+def printed_texts():
     """Return the scripts and all string literals of the code; what varies in f-strings becomes {}."""
     found = [path.read_text(encoding="utf-8") for path in [*SCRIPTS, ROOT / "examples/slurm/check_node.sh"]]
     folders = [path for name in ("models", "utils", "tools") for path in (ROOT / name).rglob("*.py")]
@@ -172,21 +165,7 @@ def test_searches_for_tags_find_each_of_them():
         assert all(found.count(f"{tag}:") > 1 for tag in tags), search
 
 
-def test_commands_are_found_in_the_pages():
-    where = [place for place, _ in commands()]
-    assert sum(place.startswith("README.md") for place in where) >= 5
-    assert sum(place.startswith("docs/configuration.md") for place in where) > 10
-    assert sum(place.startswith("docs/course") for place in where) > 30
-
-
-def test_the_tests_that_reliability_names_exist() -> None:
+def test_the_tests_that_reliability_names_exist():
     names = re.findall(r"`(tests/\w+\.py)::(test_\w+)`", (ROOT / "docs/reliability.md").read_text(encoding="utf-8"))
     assert len(names) > 5
     assert not [name for file, name in names if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")]
-
-
-def test_documented_blocks_load(tmp_path: Path):
-    own = tmp_path / "mine.yaml"
-    own.write_text(OWN_FILE.findall((ROOT / "docs/own_code.md").read_text(encoding="utf-8"))[0], encoding="utf-8")
-    config = load_config(own, "mine-pictures")
-    assert (config.dataset, config.model, config.lr, config.batch_size) == ("my_data:load", "my_net:build", 0.002, 128)

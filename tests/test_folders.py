@@ -14,32 +14,27 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import functional
 
-from tests.tiny_shards import CLASSES, IMAGENET, NUM_TRAIN, NUM_VALID, SETTINGS, make_folders, write_image
+from tests import tiny_shards
+from tests.tiny_shards import CLASSES, DALI, IMAGENET, NUM_TRAIN, NUM_VALID, SETTINGS, build, everything, make_folders
 from train import main
 from utils.config.command_line import Arguments
 from utils.data import loader
-from utils.data.build import build_loaders, open_dataset
+from utils.data.build import open_dataset
 from utils.data.config import AugmentationConfig
-from utils.data.dali import DaliFailure, DaliLoader
 from utils.data.datasets import image_files
 from utils.data.datasets.folders import find_images
-from utils.data.datasets.image_files import ImageFiles
+from utils.data.datasets.image_files import ImageFiles, cut_centre, spaced
 from utils.data.loader import report_unreadable
 from utils.data.sampling import resized_crop_box, sample_augmentation
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
-from utils.run.logging.environment import dali_version
 
-CPU = torch.device("cpu")
+DECODING = pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
 _encoded = io.BytesIO()
 Image.new("RGB", (8, 8), "green").save(_encoded, "PNG")
 PNG = _encoded.getvalue()
 # of 255, maximum difference between DALI and PIL: of decoding and resizing, of the outermost pixels, of corners
 INNER_LEVELS, EDGE_LEVELS, CORNER_LEVELS = 2, 32, 60
-
-needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
-DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])
-DECODING = pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
 
 
 @pytest.fixture(scope="module")
@@ -64,48 +59,30 @@ def config(tiny, small, folders):
     return make
 
 
-def pretend(rank=0, world_size=1):
-    """Return a rank whose collectives assume that all ranks contribute the same value."""
-
-    class Pretended(World):
-        def all_gather(self, value):
-            return [value] * self.world_size
-
-        def main_first(self, action):
-            return action()
-
-    return Pretended(rank=rank, local_rank=rank, world_size=world_size, device=CPU)
-
-
-def build(config, rank=0, world_size=1):
-    world = pretend(rank, world_size)
-    return build_loaders(config, open_dataset(config, world), world)
-
-
-def everything(loader, epoch=0):
-    loader.set_epoch(epoch)
-    batches = list(loader)
-    return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches])
-
-
-def test_classes_sizes_and_statistics_come_from_the_data(config, one_rank):
-    dataset = open_dataset(config("imagefolder"), one_rank)
+def test_classes_sizes_and_statistics_come_from_the_data(config, one_rank, monkeypatch):
+    """Mean and deviation from all images if they are few, else from evenly spaced ones, the first and the last too."""
+    assert spaced(5).tolist() == [0, 1, 2, 3, 4] and len(spaced(10_000)) == 512 and spaced(10_000)[-1] == 9_999
+    for most, indices in ((512, range(24)), (4, (0, 7, 15, 23))):
+        monkeypatch.setattr(image_files, "SAMPLED_IMAGES", most)
+        dataset = open_dataset(config("imagefolder"), one_rank)
+        images = dataset.train.read(np.array(indices), None, replace=False).samples
+        np.testing.assert_allclose(dataset.mean, images.mean((0, 2, 3)) / 255, rtol=1e-9)
+        np.testing.assert_allclose(dataset.std, images.std((0, 2, 3)) / 255, rtol=1e-9)
     assert dataset.class_names == CLASSES
     assert dataset.train.image_shape == dataset.valid.image_shape == (3, 32, 32)
     assert np.bincount(dataset.train.labels).tolist() == [NUM_TRAIN] * 3
-    images = dataset.train.read(np.arange(3 * NUM_TRAIN), None, replace=False).samples  # fewer than the sample: all
-    np.testing.assert_allclose(dataset.mean, images.mean((0, 2, 3)) / 255, rtol=1e-9)
-    np.testing.assert_allclose(dataset.std, images.std((0, 2, 3)) / 255, rtol=1e-9)
-    assert open_dataset(config("imagenet", image_size=None), one_rank).train.image_shape == (3, 224, 224)
+    imagenet = open_dataset(config("imagenet", image_size=None), one_rank)
+    assert imagenet.train.image_shape == (3, 224, 224)
+    assert (imagenet.mean, imagenet.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def test_folders_within_classes_are_read_as_by_imagefolder(config, copy, one_rank):
     for split in ("train", "val"):
         for name in ("a/deep/9.png", "a b/1.png", "folder.png/0.png", "linked/2.png"):
-            write_image(copy / split / "cat" / name, 0, 32, 32)
+            tiny_shards.write_image(copy / split / "cat" / name, 0, 32, 32)
         (copy / split / "cat/again").symlink_to("linked")
         (copy / split / "cat/notes.txt").write_text("no image")
-        write_image(copy / split / ".thumbnails/0.png", 0, 32, 32)  # hidden: no class
+        tiny_shards.write_image(copy / split / ".thumbnails/0.png", 0, 32, 32)  # hidden: no class
     dataset = open_dataset(config("imagefolder", data_path=copy), one_rank)
     for ours, split in ((dataset.train, "train"), (dataset.valid, "val")):
         paths = [ours.path(index) for index in range(len(ours.labels))]
@@ -128,11 +105,11 @@ def test_a_node_with_other_images_is_refused(config, one_rank, monkeypatch):
     assert (dataset.mean, dataset.std) == (other["mean"], other["std"])
 
 
-def test_training_resizes_a_random_window(config):
-    """Compare with torchvision, with the window and the flip of the plan."""
-    loader = build(config("imagenet")).train
+def test_images_are_resized_and_cut_as_by_torchvision(config):
+    """A random window in training, the window and the flip of the plan; the central square in validation."""
+    built = build(config("imagenet"))
+    loader, indices = built.train, np.concatenate(built.train.plan.batches(3))
     images, labels = everything(loader, epoch=3)
-    indices = np.concatenate(loader.plan.batches(3))
     sampled, split = loader.plan.sample_augmentation(3, indices), loader.loader.dataset.split
     for row, index in enumerate(indices.tolist()):
         image = Image.open(split.path(index))
@@ -141,28 +118,43 @@ def test_training_resizes_a_random_window(config):
         expected = functional.hflip(expected) if sampled.flip[row] else expected
         assert torch.equal(images[row : row + 1], loader.normalise(functional.pil_to_tensor(expected)[None]))
         assert labels[row] == index // NUM_TRAIN
+    split = built.valid.loader.dataset.split
+    for index, image in enumerate(everything(built.valid)[0]):
+        expected = functional.center_crop(functional.resize(Image.open(split.path(index)), 55), 48)  # 48 / 0.875
+        assert torch.equal(image[None], loader.normalise(functional.pil_to_tensor(expected)[None]))
+
+
+@pytest.mark.parametrize("size", [(48, 768), (768, 48), (31, 200), (60, 50)])
+def test_the_central_square_is_that_of_torchvision_also_of_tall_and_wide_images(size):
+    image = Image.effect_noise(size, 90).convert("RGB")
+    for side, fraction in ((48, 0.875), (32, 1.0)):
+        expected = functional.center_crop(functional.resize(image, round(side / fraction)), side)
+        assert np.array_equal(cut_centre(image, side, fraction), functional.pil_to_tensor(expected).numpy())
 
 
 def test_windows_have_the_area_and_aspect_ratio_of_torchvision():
-    number = 10_000
+    number, height, width = 10_000, 300, 400
     crop = sample_augmentation(AugmentationConfig(rnd_resized_crop=True), 1, 2, np.arange(number)).crop
-    height, width = 300, 400
     boxes = np.array([resized_crop_box(sampled, height, width) for sampled in crop])
-    assert (boxes[:, :2] >= 0).all()
     bottom_right = boxes[:, :2] + boxes[:, 2:]
-    assert tuple(bottom_right.max(0)) == (height, width)  # windows reach the last row and column, and no further
+    assert (boxes[:, :2] >= 0).all() and tuple(bottom_right.max(0)) == (height, width)  # to the last row and column
     area, ratio = boxes[:, 2] * boxes[:, 3] / (height * width), boxes[:, 3] / boxes[:, 2]
     assert 0.079 < area.min() < 0.1 and 0.95 < area.max() <= 1
     assert 0.74 < ratio.min() < 0.76 and 1.32 < ratio.max() < 1.35
-
     # equally often wide and high, if both fit; the standard deviation of one sample is a sixth
     square = np.array([resized_crop_box(sampled, 1000, 1000)[2:] for sampled in crop])
     assert abs(np.log(square[:, 1] / square[:, 0]).mean()) < 6 / 6 / number**0.5
-    # a window that never fits: the largest central one
-    assert resized_crop_box(crop[0], 10, 400) == (0, 193, 10, 13)
+    # a window as wide as the image fits; if none fits, it is the largest central one
+    assert resized_crop_box(np.array([[0.42 / 0.92, 0.5, 0.9, 0.9]]), 200, 100) == (90, 0, 100, 100)
+    assert resized_crop_box(crop[0], 10, 400) == (0, 193, 10, 13) and resized_crop_box(crop[0], 400, 9) == (
+        194,
+        0,
+        12,
+        9,
+    )
 
 
-@needs_dali
+@tiny_shards.needs_dali
 @pytest.mark.dali
 @pytest.mark.parametrize(("part", "resized_crop"), [("train", False), ("train", True), ("valid", False)])
 def test_dali_decodes_cuts_and_resizes_nearly_as_pil(part, resized_crop, config):
@@ -179,34 +171,6 @@ def test_dali_decodes_cuts_and_resizes_nearly_as_pil(part, resized_crop, config)
         allowed[[0, 0, -1, -1], [0, -1, 0, -1]] = CORNER_LEVELS
     levels = (images - expected).abs() * 255 * torch.tensor(loader.normalise.std)[:, None, None]
     assert (levels <= allowed).all()
-
-
-@needs_dali
-@pytest.mark.dali
-@pytest.mark.parametrize("failing", [[1], [2], [1, 2, 3]])
-def test_a_failure_that_dali_reports_one_batch_early_changes_nothing(failing, config, monkeypatch):
-    """DALI works ahead: the damage it reports may be in the batch after the requested one."""
-    chosen = config("imagenet", data_loader="dali", rnd_resized_crop=False)
-    expected = everything(build(chosen).train)
-    receive, calls = DaliLoader._receive, []
-
-    def fail(self, pipeline):
-        calls.append(pipeline)
-        if len(calls) in failing:
-            raise DaliFailure("reported early")
-        return receive(self, pipeline)
-
-    monkeypatch.setattr(DaliLoader, "_receive", fail)
-    if len(failing) > 1:
-        with pytest.raises(DataError, match=r"DALI failed: reported early\nuse --set data_loader=torchvision"):
-            everything(build(chosen).train)
-        return
-    images, labels = everything(build(chosen).train)
-    assert len(calls) > failing[0] and torch.equal(labels, expected[1])
-    assert ((images - expected[0]).abs() * 255 * 0.225).max() < INNER_LEVELS
-
-
-# ---- damaged data
 
 
 @pytest.fixture
@@ -275,17 +239,12 @@ def test_more_than_one_percent_of_unreadable_images_ends_the_run(bad, stops, dam
         assert len(report_unreadable(one_rank, built.every(), tmp_path)) == 1
 
 
-@pytest.mark.parametrize(
-    "passing",
-    [
-        OSError(errno.EIO, "Input/output error"),
-        MemoryError(),
-        OSError("out of memory error when reading image file"),  # PIL's
-    ],
-)
-def test_a_passing_error_is_no_damage(passing, monkeypatch):
-    """It is tried again; if it stays, the run ends with the file and the reason."""
+@pytest.mark.parametrize("number", [errno.EIO, None])
+def test_a_passing_error_is_no_damage(number, monkeypatch):
+    """It is tried again; if it stays, the run ends with the file and the reason. None: PIL's lack of memory."""
+    passing = OSError(number, "x") if number else OSError("out of memory error when reading image file")
     left, slept, (split, _) = [passing] * 2, [], many_files(3, ())
+    monkeypatch.setattr(image_files.time, "sleep", slept.append)
 
     def content(self, index):
         if index == 1 and left:
@@ -293,9 +252,7 @@ def test_a_passing_error_is_no_damage(passing, monkeypatch):
         return PNG
 
     monkeypatch.setattr(type(split), "content", content)
-    monkeypatch.setattr(image_files.time, "sleep", slept.append)
-    assert split.read(np.arange(3), None, replace=True).indices.tolist() == [0, 1, 2]
-    assert slept == [0.5, 1]
+    assert split.read(np.arange(3), None, replace=True).indices.tolist() == [0, 1, 2] and slept == [0.5, 1]
     left += [passing] * 100
     with pytest.raises(DataError, match=r"x/1: cannot be read in 4 attempts: .*; "):
         split.read(np.arange(3), None, replace=True)
@@ -321,55 +278,47 @@ def test_names_that_are_not_utf8(backend, config, copy, tmp_path, capsys, tolera
 
 
 def test_the_size_is_the_median_of_a_sample(config, folders, tmp_path):
-    shutil.copytree(folders, tmp_path / "data")
-    write_image(tmp_path / "data/train/ant/!first.png", 0, 1, 1)
-    (tmp_path / "data/train/ant/!second.png").write_text("no image")
-    built = build(config("imagefolder", data_path=tmp_path / "data"))
-    sides = sorted([1] + 3 * [min(70 + 9 * number, 110 - 5 * number) for number in range(NUM_TRAIN)])
-    median = sides[len(sides) // 2]
+    data = Path(shutil.copytree(folders, tmp_path / "data"))
+    tiny_shards.write_image(data / "train/ant/!first.png", 0, 1, 1)
+    (data / "train/ant/!second.png").write_text("no image")
+    built = build(config("imagefolder", data_path=data))
+    median = sorted([1] + 3 * [min(70 + 9 * number, 110 - 5 * number) for number in range(NUM_TRAIN)])[12]
     assert everything(built.valid)[0].shape[2:] == (median, median)
     assert f"image_size: {median}, the median of 25 training images' shorter sides, which are 1 to" in built.notes[0]
 
 
-def write_text(path):
-    path.write_text("no image")
+DAMAGES = [
+    (lambda data: [path.unlink() for path in (data / "train/ant").iterdir()], "train/ant: class folder without images"),
+    (lambda data: shutil.rmtree(data / "val"), "val: cannot be read: No such file"),
+    (lambda data: shutil.rmtree(data / "val/cat"), "expected ones, for example 'cat'"),
+    (lambda data: shutil.rmtree(data / "train/cat"), "expected ones, for example 'cat'"),
+    (lambda data: (data / "train/cat/link").symlink_to(".."), "links back to"),
+    (lambda data: [path.write_text("no image") for path in data.glob("val/*/*")], "not one image can be read"),
+]
 
 
-def for_each(folder, action):
-    for path in folder.rglob("*.png"):
-        action(path)
-
-
-DAMAGES = {
-    "no images": (lambda data: for_each(data / "train/ant", os.unlink), "train/ant: class folder without images"),
-    "no val": (lambda data: shutil.rmtree(data / "val"), "val: cannot be read: No such file"),
-    "a class in train only": (lambda data: shutil.rmtree(data / "val/cat"), "expected ones, for example 'cat'"),
-    "a class in val only": (lambda data: shutil.rmtree(data / "train/cat"), "expected ones, for example 'cat'"),
-    "a link that leads back": (lambda data: (data / "train/cat/link").symlink_to(".."), "links back to"),
-    "no classes": (lambda data: (shutil.rmtree(data / "train"), (data / "train").mkdir()), "no class folders"),
-    "no readable validation image": (lambda data: for_each(data / "val", write_text), "not one image can be read"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_wrong_folders_are_named(damage, config, copy, tmp_path, capsys):
-    break_it, message = DAMAGES[damage]
-    break_it(copy)
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_wrong_folders_are_named(damage, message, config, copy, tmp_path, capsys):
+    damage(copy)
     chosen = config("imagefolder", data_path=copy)
     assert main(Arguments(chosen, "default", tmp_path / "run", "auto", dry_run=False)) == 3
     assert message in capsys.readouterr().err
 
 
 def test_data_that_do_not_fit_the_configuration(config):
-    with pytest.raises(ConfigError, match="num_classes=3"):
-        build(config("imagefolder", num_classes=10))
+    build(config("imagefolder", batch_size=24))
+    for problem, changes in {
+        "num_classes=3": {"num_classes": 10},
+        "exceeds the 24 training": {"batch_size": 25},
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            build(config("imagefolder", **changes))
     with pytest.raises(ConfigError, match="rnd_resized_crop needs"):
         build(config("imagenet", data_loader="device"))
 
 
 @pytest.mark.parametrize("backend", ["torchvision", "synthetic", DALI])
 def test_train_on_imagenets_layout(backend, config, tmp_path):
-    changes = {"limit_train_batches": 2, "limit_valid_batches": 1} if backend == "synthetic" else {}
-    chosen = config("imagenet", data_loader=backend, max_epochs=1, **changes)
-    assert main(Arguments(chosen, "default", tmp_path, "auto", dry_run=False)) == 0
-    assert main(Arguments(chosen, "default", tmp_path, "auto", dry_run=True)) == 0
+    chosen = config("imagenet", data_loader=backend, max_epochs=1, limit_train_batches=2, limit_valid_batches=1)
+    for dry_run in (False, True):
+        assert main(Arguments(chosen, "default", tmp_path, "auto", dry_run=dry_run)) == 0

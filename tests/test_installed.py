@@ -21,7 +21,7 @@ IN_PYTHON = TINY | {"config": "quickstart", "log_to_screen": False}
 SETTINGS = as_options(TINY | {"data_loader": "torchvision", "num_data_workers": 1})
 
 
-def tracked(*patterns: str) -> set[Path]:
+def tracked(*patterns):
     """Return the checkout's files that git tracks or does not ignore."""
     words = ["git", "ls-files", "-co", "--exclude-standard", *patterns]
     if shutil.which("git") is None or not (ROOT / ".git").exists():
@@ -62,7 +62,7 @@ def environment(tmp_path_factory):
     return environment
 
 
-def packages(environment: Path) -> Path:
+def packages(environment):
     """Return the folder of an environment's packages."""
     code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     return Path(run([str(environment / "bin/python"), "-c", code], environment.parent).strip())
@@ -119,7 +119,7 @@ def test_installed_it_runs_from_another_folder(environment, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"expts", "models.py", "train.py", "utils.py"}
 
 
-def run(command: list[str], folder: Path, status: int = 0) -> str:
+def run(command, folder, status=0):
     """Run a command and return its output."""
     environment = {name: value for name, value in without_launcher(os.environ).items() if name != "PYTHONPATH"}
     ended = subprocess.run(

@@ -6,7 +6,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 
 import pytest
@@ -26,7 +25,7 @@ OPTIONAL = {
 }  # fmt: skip
 
 
-def imports(source: str) -> Iterator[str]:
+def imports(source):
     """Yield the modules of this repository that a source text imports anywhere, except for the type checker."""
     nodes: list[ast.AST] = [ast.parse(source)]
     while nodes:
@@ -46,7 +45,7 @@ def imports(source: str) -> Iterator[str]:
 IMPORTS = {module: set(imports(path.read_text(encoding="utf-8"))) for module, path in MODULES.items()}
 
 
-def allowed(importer: str, imported: str) -> bool:
+def allowed(importer, imported):
     """Whether one module of this repository may import another."""
     top, other = importer.partition(".")[0], imported.partition(".")[0]
     if top == "models":
@@ -135,16 +134,12 @@ def test_no_tracked_file_names_a_path_of_one_machine():
     assert (found.returncode, found.stdout) == (1, "")  # 1: nothing found
 
 
-def test_every_name_in_tools_is_a_command():
-    """Except common.py and trained.py, which several tools use, and the Slurm script's part on each node."""
+def test_every_name_in_tools_is_a_command_and_other_packages_have_at_most_twelve_entries():
+    """Except what several tools use, and the Slurm script's part on each node. So that newcomers find things."""
     others = {"__init__", "__pycache__", "common", "trained", "slurm_node"}
     names = {path.stem for path in (ROOT / "tools").iterdir()} - others
     commands = runpy.run_path(str(ROOT / "__main__.py"))["COMMANDS"].values()
     assert {module for module, _ in commands} == {"train"} | {f"tools.{name}" for name in names}
-
-
-def test_a_package_has_at_most_twelve_entries():
-    """So that newcomers find things with `ls`. In tools/ and tools/bench/ each entry is a command."""
     packages = {path.parent for path in FILES if path.name == "__init__.py"} - {ROOT / "tools", ROOT / "tools/bench"}
     entries = {package: {path.stem for path in package.iterdir()} - {"__init__", "__pycache__"} for package in packages}
     assert {str(package.relative_to(ROOT)): len(names) for package, names in entries.items() if len(names) > 12} == {}
@@ -166,7 +161,7 @@ PACKAGES_OF_THE_PRODUCT = {
 }
 
 
-def count_lines(*places: str, endings: tuple[str, ...] = (".py", ".cpp", ".h", ".html", ".sh")) -> int:
+def count_lines(*places, endings=(".py", ".cpp", ".h", ".html", ".sh")):
     listed = subprocess.run(["git", "ls-files", "-z", *places], cwd=ROOT, capture_output=True, text=True, check=True)
     files = [ROOT / name for name in filter(None, listed.stdout.split("\0")) if name.endswith(endings)]
     return sum(path.read_bytes().count(b"\n") for path in files if path.is_file())

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.test_resume import POLLS
-from tests.test_resume import interrupt as interrupt_at
-from tests.test_train import run as train_run
+from tests.conftest import POLLS
+from tests.conftest import interrupt as interrupt_at
+from tests.conftest import run as train_run
 from tools import runs
 from tools.runs import read_lines
 from train import Trainer

@@ -1,6 +1,5 @@
 """The lock of a run's folder: who holds it, for how long others wait, and what does not hold it."""
 
-import errno
 import fcntl
 import multiprocessing
 import os
@@ -11,9 +10,8 @@ import pytest
 
 from train import Trainer
 from utils import files
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ConfigError
 from utils.files import lock_folder
-from utils.run import folder as run_folder
 from utils.run.folder import open_run
 from utils.run.run import Run
 
@@ -91,23 +89,3 @@ def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
     lock_folder(tmp_path / "run").close()
     enough.set()
     worker.join()
-
-
-def refuse(*_):
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(ConfigError, match=r"run: .*cannot lock a file \(No locks available\).*--run-dir.*-o flock"):
-        lock_folder(tmp_path / "run")
-
-
-def test_a_start_that_fails_after_moving_the_earlier_run_aside_leaves_no_lock(start, tmp_path, monkeypatch):
-    """Also while the error is kept, as in a notebook. The message names the folder."""
-    (tmp_path / "run/checkpoints").mkdir(parents=True)
-    monkeypatch.setattr(run_folder, "read_records", refuse)
-    with pytest.raises(ExpectedError, match=f"{tmp_path}/run: cannot be used: No locks") as kept:
-        start(0)
-    assert (tmp_path / "run.1").exists() and kept.value.__traceback__
-    files.lock_folder(tmp_path / "run").close()

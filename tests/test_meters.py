@@ -16,7 +16,7 @@ from utils.errors import ConfigError
 from utils.run import meters
 from utils.run.config import MEASURED
 from utils.run.logging.environment import device_name
-from utils.run.meters import Meters, count_devices, read_gpu, read_joules
+from utils.run.meters import count_devices, read_gpu, read_joules
 from utils.training.kernels.stem import pad_stem
 from utils.training.metrics.flops import flops_per_image, published_peak, read_peak
 
@@ -120,13 +120,3 @@ def test_mfu_counts_all_devices_and_ranks_of_a_host_share_one(tiny, one_rank, tm
     found.devices = 2
     assert found.window(100.0, 0)["mfu"] == pytest.approx(one / 2)
     assert found.totals(100) == {}, "as with DataParallel, only one of the GPUs is known"
-
-
-def test_unknown_flops_or_peak_are_omitted(tiny, one_rank, tmp_path, monkeypatch):
-    trainer = Trainer(tiny(), one_rank, tmp_path)
-    assert [line for line in trainer.run.log.waiting if line.startswith("no MFU: the peak of ")]
-    assert trainer.meters.window(100.0, 0).keys() == {"model_tflops"} and trainer.meters.totals(100) == {}
-    network = type(trainer.learner.model)
-    monkeypatch.setattr(network, "forward", lambda self, images: images * float(images.sum()))  # reads values
-    assert Meters(trainer.run).window(100.0, 0) == {}
-    assert [line for line in trainer.run.log.waiting if line.startswith("no model FLOP/s")]

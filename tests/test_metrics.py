@@ -4,7 +4,6 @@ import json
 import math
 import re
 import sys
-from contextlib import suppress
 
 import pytest
 import torch
@@ -67,18 +66,6 @@ def test_lines_reach_a_pipe_and_the_log_file_once_from_the_main_rank(tmp_path, c
             log.say("hello")
     printed = capsys.readouterr().out
     assert printed.count("hello") == 1 and printed == (tmp_path / "train.log").read_text()
-
-
-@pytest.mark.parametrize(("stdout", "encoding"), [("/dev/full", "utf-8"), ("/dev/null", "ascii")])
-def test_a_line_that_the_screen_cannot_take_is_in_the_log(tmp_path, monkeypatch, stdout, encoding):
-    screen = open(stdout, "w", encoding=encoding)  # noqa: SIM115
-    monkeypatch.setattr(sys, "stdout", screen)
-    with make_logger(tmp_path, to_screen=True) as log:
-        log.say("ü")
-    monkeypatch.undo()
-    with suppress(OSError):
-        screen.close()
-    assert "INFO - ü\n" in (tmp_path / "train.log").read_text()
 
 
 def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):

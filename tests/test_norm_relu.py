@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torchvision.models import resnet18
-from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.resnet import BasicBlock
 
 from models import build_model
 from tests.conftest import ROOT, is_fused
@@ -105,23 +104,17 @@ def test_the_cpu_kernels_give_the_same_bits_with_any_number_of_threads():
 
 
 def test_other_inputs_weights_and_layers_are_pytorchs():
-    """The same bits, or the same error."""
+    """The same bits."""
     x, shortcut, _ = make_inputs((2, 6, 4, 4))
-    strided, double, frozen, without, no_bias = (make_norm(6) for _ in range(5))
-    strided.running_var = torch.stack((strided.running_var, torch.zeros(6)), 1)[:, 0]
-    without.momentum, no_bias.bias = None, None
+    without = make_norm(6)
+    without.momentum = None
     for norm, *inputs in (
-        (make_norm(6), x.bfloat16(), shortcut), (make_norm(6), x, shortcut[:, :, :1, :1]), (strided, x),
-        (make_norm(6), x.contiguous()), (double.double(), x.double()), (frozen.eval(), x, shortcut), (without, x),
+        (make_norm(6), x.bfloat16(), shortcut), (make_norm(6), x, shortcut[:, :, :1, :1]), (without, x),
+        (make_norm(6), x.contiguous()), (make_norm(6).double(), x.double()), (make_norm(6).eval(), x, shortcut),
         (nn.InstanceNorm2d(6), x), (nn.BatchNorm2d(6, affine=False), x),
-        (nn.BatchNorm2d(6, track_running_stats=False), x), (no_bias, x),
     ):  # fmt: skip
         expected = separately(copy.deepcopy(norm), nn.ReLU(), *inputs)
         assert torch.equal(normalise(norm, nn.ReLU(), *inputs), expected)
-    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        normalise(make_norm(6), nn.ReLU(), torch.randn(1, 6, 1, 1))
-    with pytest.raises(RuntimeError, match="should contain 4 elements"):
-        normalise(make_norm(6), nn.ReLU(), x[:, :4].contiguous(memory_format=torch.channels_last))
 
 
 @pytest.fixture
@@ -168,26 +161,12 @@ class Calls(nn.Module):
         return self.function(x, *self.parts)
 
 
-class Doubled(nn.Sequential):
-    def forward(self, x):
-        return super().forward(2 * x)
-
-
-def whole(x, block):
-    return block(x)
-
-
-def make_block(*others, hooked=None, kind=nn.Sequential):
+def make_block(*others, hooked=None):
     """Return convolution, BatchNorm, ReLU, or `others` after the convolution; a hook changes the layer `hooked`."""
-    block = kind(nn.Conv2d(32, 32, 3, padding=1, bias=False), *(others or (nn.BatchNorm2d(32), nn.ReLU(inplace=True))))
+    layers = others or (nn.BatchNorm2d(32), nn.ReLU(inplace=True))
+    block = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1, bias=False), *layers)
     if hooked is not None:
         block[hooked].register_forward_hook(lambda _layer, _inputs, out: out - 1)
-    return block
-
-
-def with_own_forward():
-    block = make_block()
-    block[1].forward = torch.sin
     return block
 
 
@@ -201,11 +180,7 @@ NORM = nn.BatchNorm2d(32)  # in two blocks
         Calls(lambda x, block: block(block[2](block[1](block[0](x)) + x)), make_block()),
         Calls(lambda x, block: block(block[1](block[0](x) + x)), make_block(nn.MaxPool2d(2))),
         Calls(lambda x, block: block[:2](x) + block(x), make_block()),
-        Calls(lambda x, block: block(x) * (1 + (type(block) is nn.Sequential)), make_block()),
-        Calls(whole, make_block(kind=Doubled)),
-        Calls(whole, make_block(hooked=1)),
-        Calls(whole, make_block(hooked=2)),
-        Calls(whole, with_own_forward()),
+        Calls(lambda x, block: block(x), make_block(hooked=1)),
         Calls(lambda x, one, other: other(one(one(x))), make_block(NORM, nn.ReLU()), make_block(NORM, nn.SiLU())),
         Calls(lambda x, block: block(block.relu(block.bn1(block.conv1(x)) + x)), BasicBlock(32, 32)),
         Calls(lambda x, net: net(x[:, :3]).sum() + net.relu(net.bn1(net.conv1(x[:, :3])) + 1), resnet18()),
@@ -230,36 +205,11 @@ def test_a_network_that_is_not_called_as_a_whole_stays_the_same_function(tiny, f
             torch.testing.assert_close(mine, expected, rtol=1e-8, atol=1e-8 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [(BasicBlock, "forward"), (ResNet, "_forward_impl"), (nn.BatchNorm2d, "forward"), (nn.Sequential, "forward")],
-)
-def test_a_method_that_a_user_replaced_is_used(tiny, fused_calls, kind, method, monkeypatch):
-    """And hooks of all modules are called."""
-    usual, networks = getattr(kind, method), [resnet18(), nn.Sequential(nn.Sequential(*make_block()), *make_block())]
-    monkeypatch.setattr(kind, method, lambda self, x: 0.5 * usual(self, x))
-    for network, x in zip(networks, (torch.randn(2, 3, 32, 32), torch.randn(2, 32, 8, 8)), strict=True):
-        expected = copy.deepcopy(network)(x)
-        use_kernels(tiny(enable_nhwc=True, fuse_norm_relu="auto"), network, FLOAT32, CPU)
-        assert torch.equal(network(x), expected)
-    monkeypatch.undo()
-    fused_calls.clear()
-    handle = register_module_forward_hook(lambda _module, _inputs, out: out + 1)
-    network(x)
-    handle.remove()
-    assert not fused_calls
-
-
 def test_only_pytorchs_own_layers_are_fused(tiny):
     """And without any, true is an error; auto says so and does not change the network."""
     half = {"opt_level": "O3", "amp_dtype": "bf16"}
-    others = resnet18()
-    for module in others.modules():
-        if hasattr(module, "relu"):
-            module.relu = nn.SiLU()
     without = nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.BatchNorm2d(3), nn.GELU())
     for network, changes, message in (
-        (others, {}, "has no BatchNorm2d before ReLU"),
         (without, {}, "has no BatchNorm2d before ReLU that can be fused; use false"),
         (build_model(tiny()), half, "needs BatchNorm in float32 on a CPU"),
     ):
@@ -268,8 +218,6 @@ def test_only_pytorchs_own_layers_are_fused(tiny):
             use_kernels(tiny(**ON | changes), network, precision, CPU)
         [note] = use_kernels(tiny(**ON | changes | {"fuse_norm_relu": "auto"}), network, precision, CPU)
         assert message in note and not any(map(is_fused, network.modules()))
-    with pytest.raises(ValueError, match="no BatchNorm over all ranks"):
-        tiny(**ON, enable_sync_bn=True)
 
 
 @needs_compiler
@@ -279,27 +227,13 @@ def test_auto_fuses_eager_steps_over_nhwc_on_a_cpu(tiny, monkeypatch):
         use_kernels(tiny(**ON | {"fuse_norm_relu": "auto"} | changes), model, FLOAT32, device)
         return any(map(is_fused, model.modules()))
 
-    assert fuses(CPU) and not fuses(torch.device("cuda", 0))
+    assert fuses(CPU) and not fuses(CPU, fuse_norm_relu=False) and not fuses(torch.device("cuda", 0))
     assert not any(
         fuses(CPU, **{key: key != "enable_nhwc"}) for key in ("enable_nhwc", "enable_compile", "enable_sync_bn")
     )
     monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
     with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
         fuses(torch.device("cuda", 0), fuse_norm_relu=True, enable_compile="auto")
-
-
-def test_a_failing_compiler_is_a_one_line_error(tmp_path):
-    """In a process of its own, since Inductor caches what it knows of a compiler."""
-    compiler = tmp_path / "broken"
-    compiler.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit\necho 'fatal error: no space left' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    environment = os.environ | {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    program = "from utils.training.kernels.build import build; build('norm_relu')"
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False)
-    last = result.stderr.splitlines()[-1]
-    assert result.returncode == 1 and "fuse_norm_relu: its kernels could not be built" in last
-    assert "no space left; repair the compiler" in last
 
 
 def check_kernels(device):

@@ -11,7 +11,7 @@ from torch import nn
 from tests.conftest import CIFAR100, ROOT, read_records
 from train import Trainer
 from utils.config import Config, load_config
-from utils.training.optimizers.build import build_optimizer, load_optimizer, set_learning_rate
+from utils.training.optimizers.build import build_optimizer, load_optimizer
 from utils.training.optimizers.schedule import Plateau, Schedule
 
 
@@ -139,14 +139,6 @@ def test_a_resumed_plateau_has_the_new_patience_and_the_saved_counts(tiny, one_r
     assert after.plateau.cuts == 1
 
 
-def test_learning_rate_reaches_every_group():
-    groups = [{"params": [nn.Parameter(torch.zeros(()))], "initial_lr": rate} for rate in (1.0, 0.1)]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
-    for factor in (0.5, 0.25):  # of the initial rate, not of the last one
-        set_learning_rate(optimizer, factor)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.025]
-
-
 def train(optimizer, parameter, gradients, scaler=None):
     for gradient in gradients:
         parameter.grad = gradient.clone()
@@ -160,8 +152,7 @@ def train(optimizer, parameter, gradients, scaler=None):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"nesterov": True}, {"optimizer": "adamw"}, {"optimizer": "adamw", "weight_decay_bn_bias": False}],
+    "changes", [{}, {"nesterov": True}, {"optimizer": "adamw"}, {"optimizer": "adamw", "weight_decay_bn_bias": False}]
 )
 def test_sgd_and_adamw_equal_pytorchs(tiny, changes, fused):
     options = ["fused_optimizer"] if fused else False
@@ -181,14 +172,6 @@ def test_sgd_and_adamw_equal_pytorchs(tiny, changes, fused):
         for optimizer in optimizers:
             optimizer.step()
     torch.testing.assert_close(*both, rtol=1e-6, atol=1e-7)
-
-
-def half_weights_after_three_updates(config, device, dtype):
-    """Train 67 half-precision weights: not a multiple of the kernels' vector width."""
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(4, 67, generator=generator).to(device, dtype)
-    parameter = nn.Parameter(start)
-    return train(build_optimizer(config, [parameter]), parameter, gradients).cpu()
 
 
 def test_half_weights_are_not_fused_on_a_cpu(tiny, one_rank):

@@ -1,21 +1,17 @@
 """Output of the commands: names without markup, any encoding, and streams that are closed, full or only half a file."""
 
 import io
-import json
 import os
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import ROOT, TINY, as_options, read_records
 from tests.processes import wait_until, without_launcher
 from tools.common import print_table
-from utils.data.loader import report_unreadable
 from utils.errors import print_text
-from utils.run.logging.logger import RunLogger
 
 
 def test_names_in_a_table_are_shown_without_markup(capsys):
@@ -42,27 +38,6 @@ def training(folder, **settings):
     return [sys.executable, "train.py", "--config=default", f"--run-dir={folder}", *as_options(TINY | settings)]
 
 
-ANSWERS = {
-    "a tool": command("print('x' * 2**20)"),
-    "a short answer": command("print('x')"),
-    "--list-configs": [sys.executable, "train.py", "--list-configs"],
-    "--help": [sys.executable, "train.py", "--help"],
-    "the commands": [sys.executable, "__main__.py"],
-    "a dry run": [sys.executable, "train.py", "--dry-run", *as_options(TINY)],
-}
-
-
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if_the_disk_is_full(answer):
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open("/dev/full", "w") as full:
-        for output, *expected in (writer, 141, ""), (full, 1, "error: standard output: No space left on device\n"):
-            answered = ended(ANSWERS[answer], output)
-            assert [answered.returncode, answered.stderr] == expected
-    os.close(writer)
-
-
 @pytest.mark.parametrize(
     ("line", "status", "message"),
     [
@@ -77,6 +52,17 @@ def test_a_command_ends_with_a_line_and_a_status(line, status, message):
     process = ended(command(line))
     assert process.returncode == status and process.stderr.endswith(message)
     assert ("Traceback" in process.stderr) is (process.stderr != message) is (message[:5] not in ("error", "inter"))
+
+
+@pytest.mark.parametrize("answer", [command("print('x' * 2**20)"), [sys.executable, "train.py", "--list-configs"]])
+def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if_the_disk_is_full(answer):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        for output, *expected in (writer, 141, ""), (full, 1, "error: standard output: No space left on device\n"):
+            answered = ended(answer, output)
+            assert [answered.returncode, answered.stderr] == expected
+    os.close(writer)
 
 
 def test_an_error_keeps_its_status_if_the_disk_of_stderr_is_full():
@@ -116,48 +102,19 @@ def test_names_of_classes_that_the_locale_lacks_are_kept(tmp_path):
     assert {row["class"] for row in end["worst_classes"]} == {"кот", "é|собака"}
 
 
-def test_a_screen_that_has_only_write_and_a_name_that_is_no_text_are_logged_to(tmp_path, monkeypatch):
-    written = []
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=written.append))
-    with RunLogger(tmp_path, enabled=True, to_screen=True, to_tensorboard=False).open() as log:
-        log.say("a \udcff")
-    assert written[0].endswith("a \\udcff\n") and (tmp_path / "train.log").read_text().endswith("a \\udcff\n")
-
-
-def test_an_unreadable_file_with_a_line_break_in_its_name_is_reported_once(tmp_path, one_rank):
-    for broken in ("a\rb", "a\nb"):
-        loaders = [SimpleNamespace(unreadable={broken: "cut"}, check_fraction=bool)]
-        assert [len(report_unreadable(one_rank, loaders, tmp_path)) for _ in range(2)] == [1, 0]
-    assert (tmp_path / "unreadable.txt").read_bytes() == b"a\\nb\tcut\na\\rb\tcut\n"
-
-
-@pytest.mark.parametrize("streams", ["closed", "full", "left"])
-def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, streams):
-    """`train.py <&- >&- 2>&-`, whose signal's message must not go to another file, `> /dev/full`, and `| head`."""
-    redirection = {"closed": "<&- >&- 2>&-", "full": ">/dev/full"}.get(streams, "")
-    words = training(tmp_path, log_freq=1, limit_train_batches=400 if streams == "closed" else 4)
-    shell = ["bash", "-c", f'exec "$@" {redirection}', "bash", *words]
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, closed):
+    """`train.py <&- >&- 2>&-`, whose signal's message must not go to another file, and `train.py | head`."""
+    words = training(tmp_path, log_freq=1, limit_train_batches=400 if closed else 4)
+    shell = ["bash", "-c", f'exec "$@" {"<&- >&- 2>&-" if closed else ""}', "bash", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = subprocess.Popen(shell, cwd=ROOT, env=without_launcher(os.environ), text=True, **pipes)
-    if streams == "closed":
+    if closed:
         metrics = tmp_path / "metrics.jsonl"
         wait_until("step", 60, lambda: metrics.exists() and '"step", "epoch"' in metrics.read_text())
         run.send_signal(signal.SIGTERM)
-    elif streams == "left":
+    else:
         run.stdout.readline()
         run.stdout.close()
-    assert (run.wait(120), run.stderr.read()) == (75 if streams == "closed" else 0, "")
-    assert all(json.loads(line)["kind"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert "asked" not in (tmp_path / ".lock").read_text()
-    assert read_records(tmp_path, "stop" if streams == "closed" else "end")
-
-
-def test_a_reader_of_the_errors_that_leaves_does_not_change_the_status(tmp_path):
-    """`train.py ... 2>&1 | tee FILE` and Ctrl-C, which ends tee, too."""
-    words = training(tmp_path / "run", dataset="imagefolder", data_path=f"{tmp_path}/nowhere")
-    status = tmp_path / "status"
-    environment = without_launcher(os.environ) | {"TRAIN_EXIT_STATUS_FILE": str(status)}
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    run = subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **pipes)
-    run.stderr.close()
-    assert (run.wait(120), status.read_text()) == (3, "3\n")
+    assert (run.wait(120), run.stderr.read()) == (75 if closed else 0, "")
+    assert read_records(tmp_path, "stop" if closed else "end") and "asked" not in (tmp_path / ".lock").read_text()

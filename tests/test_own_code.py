@@ -1,7 +1,6 @@
 """A user's own network and dataset: they train like the project's; errors name the user's line."""
 
 import json
-import os
 import sys
 from dataclasses import replace
 
@@ -33,14 +32,8 @@ def network(num_classes):
 def fails(num_classes):
     return nn.Linear(num_classes, [][0])
 
-def no_network(num_classes):
-    return "resnet8"
-
 def no_head(num_classes):
     return nn.Conv2d(3, 8, 3)
-
-def lazy(num_classes):
-    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
 
 def frozen(num_classes):
     model = network(num_classes)
@@ -91,35 +84,6 @@ class Viewed(nn.Linear):
 
 def viewed(num_classes):
     return Viewed(3072, num_classes)
-
-class Kept(nn.Linear):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.scale = self.weight.exp().sum()
-
-    def forward(self, images):
-        return super().forward(images.mean((2, 3))) * self.scale
-
-def kept(num_classes):
-    return Kept(3, num_classes)
-
-class Wrong(nn.Linear):
-    def forward(self, images):
-        outputs = super().forward(images.mean((2, 3)))
-        if self.training:
-            outputs.register_hook(self.hook)
-        return outputs
-
-    def hook(self, gradient):
-        return gradient.no_such
-
-def wrong(num_classes):
-    return Wrong(3, num_classes)
-
-def normed(num_classes):
-    model = network(num_classes)
-    torch.nn.utils.weight_norm(model[0])
-    return model
 
 def arrays(data_path, seed=0, count=400):
     rng = np.random.default_rng(seed)
@@ -172,13 +136,6 @@ def code(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-# ---- networks
-
-
-def weights(trainer):
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.learner.model.parameters()])
-
-
 def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, code):
     (code / "same.py").write_text(
         "def network(num_classes):\n    from models.resnet import SmallResNet\n    return SmallResNet(1, num_classes)\n"
@@ -187,8 +144,8 @@ def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, cod
     for model in ("resnet8", "same:network"):
         trainer = Trainer(tiny(model=model), one_rank, tmp_path / model.partition(":")[0])
         trainer.train()
-        trained.append(weights(trainer))
-    assert torch.equal(*trained)
+        trained.append(trainer.learner.model)
+    assert all(map(torch.equal, *(model.parameters() for model in trained)))
     environment = json.loads((tmp_path / "same/environment.json").read_text())
     assert list(environment["own_code"]) == [str(code / "same.py")]
 
@@ -223,34 +180,41 @@ def test_checks_do_not_change_a_network_whose_buffer_is_assigned(tiny, one_rank,
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
-def test_a_weight_computed_from_parameters_has_an_average(tiny, one_rank, tmp_path):
-    trainer = Trainer(tiny(model="of_mine:normed", max_epochs=1, ema_decay=0.5), one_rank, tmp_path)
-    trainer.train()
-    network, images = trainer.learner.validated.eval(), torch.randn(2, 3, 32, 32)
-    network(images)
-    expected = torch._weight_norm(network[0].weight_v, network[0].weight_g, 0)
-    torch.testing.assert_close(network[0].weight, expected)
-    assert not torch.equal(network[0].weight_v, trainer.learner.model[0].weight_v)
-
-
 SMALL_FIRST = {"progressive_image_sizes": [[8, 0.5]]}
-REFUSED_BY_THE_RUN = [
+NO_TIMM = r'timm cannot be imported .*pip install "\.\[timm\]"'
+REFUSED = [  # the model or the optimizer, other settings, the message
     ("of_mine:viewed", {"enable_nhwc": True}, r"\[2, 3, 32, 32\]: RuntimeError: view .*\n{file}:\d+: return super\(\)"),
     ("of_mine:viewed", SMALL_FIRST, r"\[2, 3, 8, 8\] in training: .*\n{file}:\d+: "),
     ("of_mine:few", {"micro_batch_size": 1}, r"\[1, 3, 32, 32\] in training: ValueError: "),
-    ("of_mine:kept", {}, r"be trained on .*: RuntimeError: .* second time"),
-    ("of_mine:wrong", {}, r"cannot be trained on .*: AttributeError: .*\n{file}:\d+: return gradient.no_such"),
     ("of_mine:late", {}, r"its buffer mean is None at first and \[\] after training; give it its final shape"),
     ("of_mine:unsaved", {}, "its buffer mean is not saved, but changes; use no persistent=False"),
+    ("of_mine:complex_buffer", {}, "phase of its state is no tensor of real numbers"),
     ("vgg16", SMALL_FIRST, r"cannot take images \[2, 3, 8, 8\] in training: Runtime"),
+    ("of_mine:fails", {}, r"IndexError: list index out of range\n{file}:12: return nn.Linear\(num_classes, \[\]"),
+    ("of_mine:no_head", {}, r"turns images \[2, 3, 32, 32\] into \[2, 8, 30, 30\]; expected logits \[2, 10\]"),
+    ("nowhere:network", {}, r"is not on Python's path or in {folder}, .*: No module named 'nowhere'"),
+    ("broken:network", {}, r"cannot be imported: Syntax.*\n{folder}/broken.py:2: def network\(:"),
+    ("timm:resnet18", {}, NO_TIMM),
+    ("", {"optimizer": "of_mine:no_optimizer"}, "returned a float; expected a torch.optim.Optimizer"),
+    ("", {"optimizer": "of_mine:network"}, "TypeError: "),
+    ("", {"optimizer": "timm:lamb"}, NO_TIMM),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "changes", "message"), REFUSED_BY_THE_RUN)
-def test_what_training_would_fail_at_is_found_at_the_start(tiny, one_rank, code, tmp_path, model, changes, message):
-    with pytest.raises(ConfigError, match=message.format(file=code / "of_mine.py")) as refused:
-        Trainer(tiny(model=model, **changes), one_rank, tmp_path / "run")
-    assert str(refused.value).count("\n") <= 1 and not (tmp_path / "run").exists()
+@pytest.mark.parametrize(("model", "changes", "message"), REFUSED)
+def test_what_training_would_fail_at_is_found_at_the_start(
+    tiny, one_rank, code, tmp_path, monkeypatch, model, changes, message
+):
+    """With the user's line, and before the folder is made."""
+    for name in ("timm", "timm.optim"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (code / "broken.py").write_text("\ndef network(:\n")
+    settings = changes | ({"model": model} if model else {})
+    with pytest.raises(ConfigError, match=message.format(file=code / "of_mine.py", folder=code)) as refused:
+        Trainer(tiny(**settings), one_rank, tmp_path / "run")
+    named = f"model {model}" if model else f"optimizer {changes['optimizer']}"
+    assert str(refused.value).startswith(named) and str(refused.value).count("\n") <= 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_outputs_must_depend_on_all_parameters_with_several_ranks(tiny, one_rank, code):
@@ -258,32 +222,6 @@ def test_outputs_must_depend_on_all_parameters_with_several_ranks(tiny, one_rank
     learner.batch = replace(learner.batch, world_size=2)
     with pytest.raises(ConfigError, match=r"do not depend on 0\.extra\.weight; with several ranks, remove it"):
         check_network(learner, "of_mine:unused", (3, 32, 32), [2])
-
-
-REFUSED_NETWORKS = [
-    ("of_mine:fails", r"fails: IndexError: list index out of range\n{file}:12: return nn.Linear\(num_classes, \[\]"),
-    ("of_mine:no_network", "expected a torch.nn.Module with trained parameters, not 'resnet8'"),
-    ("of_mine:no_head", r"turns images \[2, 3, 32, 32\] into \[2, 8, 30, 30\]; expected logits \[2, 10\]"),
-    ("of_mine:lazy", "1.weight of its state is no tensor of real numbers; .* give lazy layers their shapes"),
-    ("of_mine:complex_buffer", "phase of its state is no tensor of real numbers"),
-    ("nowhere:network", r"is not on Python's path or in {folder}, .*: ModuleNotFoundError: No module named 'nowhere'"),
-    ("broken:network", r"broken:network .* cannot be imported: Syntax.*\n{folder}/broken.py:2: def network\(:"),
-    ("yaml_of_mine:network", "finds another module yaml_of_mine .* before {folder}/yaml_of_mine.py; rename yours"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "message"), REFUSED_NETWORKS, ids=[model for model, _ in REFUSED_NETWORKS])
-def test_errors_in_the_users_code_name_the_users_line(tiny, one_rank, code, model, message, monkeypatch, tmp_path):
-    (code / "broken.py").write_text("\ndef network(:\n")
-    library = tmp_path / "library"
-    library.mkdir()
-    for folder in (code, library):
-        (folder / "yaml_of_mine.py").write_text("def network(num_classes): ...\n")
-    monkeypatch.syspath_prepend(str(library))
-    with pytest.raises(ConfigError, match=message.format(file=code / "of_mine.py", folder=code)) as refused:
-        Trainer(tiny(model=model), one_rank)
-    assert str(refused.value).startswith(f"model {model}")
-    assert str(refused.value).count("\n") <= 1
 
 
 def test_timms_networks_are_built_for_the_datasets_size(tiny, one_rank):
@@ -310,32 +248,6 @@ def test_own_and_timms_optimizers_train_and_resume(tiny, one_rank, tmp_path, nam
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
     if name == "of_mine:counted":
         assert [learner.optimizer.param_groups[0]["count"] for learner in learners] == [8, 4, 8]
-
-
-def test_an_own_sgd_equals_the_projects(tiny, one_rank):
-    ours, own = (Trainer(tiny(optimizer=name), one_rank) for name in ("sgd", "of_mine:counted"))
-    for trainer in (ours, own):
-        trainer.train_one_epoch()
-    assert all(map(torch.equal, ours.learner.model.parameters(), own.learner.model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optimizer": "of_mine:no_optimizer"}, "returned a float; expected a torch.optim.Optimizer"),
-        ({"optimizer": "of_mine:network"}, "optimizer of_mine:network: TypeError: "),
-        ({"optimizer": "timm:lamb"}, r'optimizer timm:lamb: timm cannot be imported .*pip install "\.\[timm\]"'),
-        ({"model": "timm:resnet18"}, r'model timm:resnet18: timm cannot be imported .*pip install "\.\[timm\]"'),
-    ],
-)
-def test_unusable_optimizers_and_a_lack_of_timm_are_named(tiny, one_rank, monkeypatch, settings, message):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    monkeypatch.setitem(sys.modules, "timm.optim", None)
-    with pytest.raises(ConfigError, match=message):
-        Trainer(tiny(**settings), one_rank)
-
-
-# ---- datasets
 
 
 @pytest.mark.parametrize("loader", ["torchvision", "device", "dali", "synthetic"])
@@ -389,20 +301,6 @@ def test_data_that_cannot_be_trained_on_is_named(tiny, monkeypatch, code, spoil,
         load_own(config)
     assert str(refused.value).startswith("dataset of_mine:arrays")
     assert str(refused.value).count("\n") <= 1
-
-
-def test_what_is_accepted(tiny, monkeypatch, code):
-    """Names of classes are made printable, or a checkpoint could not be read; a mean of 0; paths in any sequence."""
-    config = tiny(**OWN | {"data_path": str(code)})
-    find_dataset(config, download=False)
-    given = sys.modules["of_mine"].files(code)
-    paths, labels = given["valid"]
-    paths = dict.fromkeys(code / path for path in paths)
-    given |= {"class_names": ["a\n", "b", "c", "d"], "mean": (0, 0.5, 0.5), "valid": (paths, labels)}
-    monkeypatch.setattr(sys.modules["of_mine"], "arrays", lambda data_path: given)
-    dataset = load_own(config)
-    assert dataset.class_names == ("a\\n", "b", "c", "d") and dataset.mean == (0, 0.5, 0.5)
-    assert [*map(os.fsdecode, dataset.valid.names)] == [path.name for path in paths], "the folder cannot move"
 
 
 def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, code, capsys):

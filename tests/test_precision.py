@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import read_records
+from tests.conftest import read_records, run
 from train import Trainer
 from utils.errors import ConfigError
 from utils.run.checkpoint.io import read_checkpoint
@@ -17,37 +17,23 @@ from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import LossScaler, MasterWeights, Precision, choose_precision
 from utils.training.step import check_graphs
 
-CPU = torch.device("cpu")
-
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 4),
-    )  # fmt: skip
+    return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
 
 
-def batches(number):
-    """Images [16, 3, 8, 8] whose class is the quarter that is bright."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(number):
-        labels = torch.randint(0, 4, (16,), generator=generator)
-        images = 0.5 * torch.randn(16, 3, 8, 8, generator=generator)
-        for image, label in zip(images, labels, strict=True):
-            row, column = divmod(int(label), 2)
-            image[:, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
-        yield images, labels
-
-
-def losses(config, precision, steps=60):
-    """Train; return the loss of each step, and model, weights and scaler afterwards."""
+def trained(config, precision, steps):
+    """Train on images [16, 3, 8, 8] whose class is the brightest channel; return losses, model, weights."""
     model = network()
     weights = MasterWeights(model, precision)
     optimizer = build_optimizer(config, weights.parameters())
     scaler = LossScaler(precision.device_type, precision.loss_scale)
-    history = []
-    for images, labels in batches(steps):
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(steps):
+        labels = torch.randint(0, 3, (16,), generator=generator)
+        images = torch.randn(16, 3, 8, 8, generator=generator)
+        images[torch.arange(16), labels] += 1
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(precision.forward(model, images), labels)
         scaler.scale(loss).backward()
@@ -55,8 +41,8 @@ def losses(config, precision, steps=60):
         scaler.step(optimizer)
         scaler.update()
         weights.copy_masters_to_model()
-        history.append(loss.item())
-    return torch.tensor(history), model, weights, scaler
+        losses.append(loss.item())
+    return torch.tensor(losses), model, weights
 
 
 LEVELS = [
@@ -71,16 +57,14 @@ LEVELS = [
 
 @pytest.mark.parametrize("precision", LEVELS, ids=str)
 def test_every_level_trains_like_float32(tiny, precision):
-    config = tiny(lr=0.05, enable_extra_opts=precision.loss_scale is not None)  # fused kernels unscale
-    steps = 12 if precision.low_precision_dtype is torch.float16 else 60  # PyTorch only emulates fp16 on a CPU
-    reference, *_ = losses(config, Precision("cpu"), steps)
-    history, *_ = losses(config, precision, steps)
+    config = tiny(lr=0.01, enable_extra_opts=precision.loss_scale is not None)  # fused kernels unscale
+    (reference, *_), (losses, *_) = trained(config, Precision("cpu"), 12), trained(config, precision, 12)
     assert reference[0] > 1.2 > reference[-1]
-    tolerance = {"O1": 0.02, "O2": 0.02, "O3": 0.1}[precision.level]
-    torch.testing.assert_close(history, reference, rtol=tolerance, atol=tolerance)
+    tolerance = 0.1 if precision.level == "O3" else 0.03
+    torch.testing.assert_close(losses, reference, rtol=tolerance, atol=tolerance)
 
 
-CUDA = torch.device("cuda", 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP16 = "bf16 autocast", "fp16 autocast, loss scale dynamic"
 
 
@@ -93,6 +77,9 @@ BF16, FP16 = "bf16 autocast", "fp16 autocast, loss scale dynamic"
         ({"opt_level": "O0", "enable_amp": True}, "float32", "float32"),
         ({"opt_level": "O2"}, "O2: bf16 weights, float32 BatchNorm, float32 master weights",
          "O2: fp16 weights, float32 BatchNorm, float32 master weights, loss scale dynamic"),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": False, "amp_dtype": "bf16"},
+         "O2: bf16 weights, bf16 BatchNorm, float32 master weights",
+         "O2: bf16 weights, bf16 BatchNorm, float32 master weights"),
         ({"opt_level": "O3"}, "O3: bf16 weights, bf16 BatchNorm", "O3: fp16 weights, fp16 BatchNorm"),
         ({"opt_level": "O3", "keep_batchnorm_fp32": True, "amp_dtype": "bf16"},
          "O3: bf16 weights, float32 BatchNorm", "O3: bf16 weights, float32 BatchNorm"),
@@ -132,40 +119,31 @@ def test_enable_tf32_sets_the_backends(tiny, enabled):
     prepare_backends(tiny(), CPU)
 
 
-def test_master_gradients_keep_their_memory(tiny):
-    """A CUDA graph that zeroes kept gradients does so at their addresses."""
-    _, model, weights, _ = losses(tiny(), Precision("cpu", "O2"), 1)
-    (half, master), places = (model[0].weight, weights.masters["0.weight"]), set()
-    for value in (1.0, 2.0):
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, value)
-        weights.move_gradients_to_masters()
-        places.add(master.grad.data_ptr())
-        assert half.grad is None and torch.equal(master.grad, torch.full_like(master, value))
-    assert len(places) == 1
-
-
 @pytest.mark.parametrize(("level", "batchnorm"), [("O2", True), ("O2", False), ("O3", True), ("O3", False)])
-def test_levels_cast_as_in_the_table(tiny, level, batchnorm):
-    _, model, weights, _ = losses(tiny(), Precision("cpu", level, keep_batchnorm_fp32=batchnorm), 2)
-    assert model[0].weight.dtype == model[5].weight.dtype == torch.bfloat16
+def test_levels_cast_as_in_the_table_and_masters_keep_their_gradients_memory(tiny, level, batchnorm):
+    """A CUDA graph that zeroes kept gradients does so at their addresses."""
+    _, model, weights = trained(tiny(), Precision("cpu", level, keep_batchnorm_fp32=batchnorm), 2)
+    assert model[0].weight.dtype == model[3].weight.dtype == torch.bfloat16
     assert model[1].weight.dtype == model[1].running_mean.dtype == (torch.float32 if batchnorm else torch.bfloat16)
-    half = ["0.weight", *([] if batchnorm else ["1.weight", "1.bias"]), "5.weight", "5.bias"]
+    half = ["0.weight", *([] if batchnorm else ["1.weight", "1.bias"]), "3.weight", "3.bias"]
     assert list(weights.masters) == (half if level == "O2" else [])
     for name, master in weights.masters.items():
-        assert master.dtype == torch.float32 and torch.equal(model.state_dict()[name], master.bfloat16()), name
+        before, parameter = master.grad.data_ptr(), model.get_parameter(name)
+        assert master.dtype == torch.float32 and torch.equal(parameter, master.bfloat16()), name
+        parameter.grad = torch.ones_like(parameter)
+    weights.move_gradients_to_masters()
+    for name, master in weights.masters.items():
+        assert model.get_parameter(name).grad is None and torch.equal(master.grad, torch.ones_like(master))
+    assert not weights.masters or before == master.grad.data_ptr()
 
 
 def test_master_weights_collect_updates_that_half_weights_lose(tiny):
-    config = tiny(lr=1e-5, momentum=0.0, weight_decay=0.0)
-    moved = {}
+    config, moved = tiny(lr=1e-5, momentum=0.0, weight_decay=0.0), {}
     for level in ("O2", "O3"):
-        before = network()[5].weight
-        _, _, weights, _ = losses(config, Precision("cpu", level), 3)
-        after = weights.state_dict()["5.weight"]
+        before, (_, _, weights) = network()[3].weight, trained(config, Precision("cpu", level), 3)
+        after = weights.state_dict()["3.weight"]
         moved[level] = (after != before.to(after.dtype)).float().mean().item()
-    assert moved["O2"] > 0.95
-    assert moved["O3"] < 0.1  # only those near zero
+    assert moved["O2"] > 0.9 and moved["O3"] < 0.1  # only those near zero
 
 
 def test_a_tied_weight_is_saved_in_full_precision_under_each_name():
@@ -177,22 +155,19 @@ def test_a_tied_weight_is_saved_in_full_precision_under_each_name():
     assert saved["1.weight"].dtype == torch.float32 and torch.equal(saved["0.weight"], saved["1.weight"])
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_level_resumes_bitwise_and_saves_full_precision(tiny, one_rank, tmp_path, level):
-    def run(folder, epochs, resume="auto"):
-        config = tiny(opt_level=level, max_epochs=epochs, enable_extra_opts=True)
-        trainer = Trainer(config, one_rank, tmp_path / folder, "tiny", resume)
-        trainer.train()
-        return trainer
+def test_scale_and_skipped_steps_are_logged(tiny, one_rank, tmp_path):
+    run(tiny(enable_amp=True, amp_dtype="bf16", loss_scale=64, max_epochs=1), one_rank, tmp_path)
+    for row in read_records(tmp_path, "step") + read_records(tmp_path, "epoch"):
+        assert (row["loss_scale"], row["skipped_steps"]) == (64, 0)
+    assert "bf16 autocast, loss scale 64" in (tmp_path / "train.log").read_text()
 
-    whole = run("whole", 2).learner
-    run("parts", 1)
-    parts = run("parts", 2, resume=str(tmp_path / "parts")).learner
-    assert all(map(torch.equal, whole.weights.parameters(), parts.weights.parameters()))
-    assert all(map(torch.equal, whole.model.state_dict().values(), parts.model.state_dict().values()))
-    saved = read_checkpoint(max((tmp_path / "whole/checkpoints").glob("step-*.pt")))["model"]
-    assert saved["fc.weight"].dtype == (torch.float32 if level == "O2" else torch.bfloat16)
-    assert torch.equal(saved["fc.weight"].bfloat16(), whole.model.fc.weight)
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_checkpoint_has_the_masters_in_full_precision(tiny, one_rank, tmp_path, level):
+    learner = run(tiny(opt_level=level, max_epochs=1, enable_extra_opts=True), one_rank, tmp_path).learner
+    saved = read_checkpoint(max((tmp_path / "checkpoints").glob("step-*.pt")))["model"]["fc.weight"]
+    assert saved.dtype == (torch.float32 if level == "O2" else torch.bfloat16)
+    assert torch.equal(saved.bfloat16(), learner.model.fc.weight)
 
 
 def scaled_steps(scaler, gradients, fused=True):
@@ -230,13 +205,6 @@ def test_scaler_state_is_restored():
     assert after.metrics() == {"loss_scale": 32768, "skipped_steps": 1}
     assert constant.metrics() == {"loss_scale": 8, "skipped_steps": 1}
     assert LossScaler("cpu", None).state_dict() == {}
-
-
-def test_scale_and_skipped_steps_are_logged(tiny, one_rank, tmp_path):
-    Trainer(tiny(enable_amp=True, amp_dtype="bf16", loss_scale=64), one_rank, tmp_path, "tiny", "auto").train()
-    for row in read_records(tmp_path, "step") + read_records(tmp_path, "epoch"):
-        assert (row["loss_scale"], row["skipped_steps"]) == (64, 0)
-    assert "bf16 autocast, loss scale 64" in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.parametrize("layout", [{}, {"enable_nhwc": True, "enable_extra_opts": True}], ids=["plain", "fast"])

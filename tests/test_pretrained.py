@@ -18,8 +18,6 @@ from utils.distributed.ranks import run_ranks
 from utils.errors import CheckpointError
 from utils.run.checkpoint.pretrained import read_pretrained
 
-FROZEN = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # training does not change the weights
-
 
 def begin(config, one_rank, folder):
     """Return (the network's initial state, the notes) of a new run."""
@@ -29,17 +27,20 @@ def begin(config, one_rank, folder):
     return trainer.learner.model.state_dict(), trainer.run.log.waiting
 
 
+def assert_equal(state, expected):
+    assert state.keys() == expected.keys()
+    assert [name for name, value in expected.items() if not torch.equal(state[name], value)] == []
+
+
+FROZEN = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # training does not change the weights
+
+
 @pytest.fixture
 def other(tiny):
     """A random state of resnet8 with 10 classes, unlike any initialisation."""
     torch.manual_seed(99)
     state = build_model(tiny()).state_dict()
     return {name: torch.rand_like(value) if value.is_floating_point() else value + 7 for name, value in state.items()}
-
-
-def assert_equal(state, expected):
-    assert state.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not torch.equal(state[name], value)] == []
 
 
 @pytest.mark.parametrize(("kind", "changes"), [("safetensors", {"enable_nhwc": True, "ema_decay": 0.9}), ("pth", {})])
@@ -88,19 +89,15 @@ def test_torchvisions_file_gives_all_but_the_head(tiny, one_rank, tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda good: {name: value for name, value in good.items() if not name.startswith("layer3")},
-            r"does not fit this network: 'layer3.0.conv1.weight' missing -> float32 .* and \d+ more\nchoose the net",
-        ),
-        (
-            lambda good: good | {"fc.weight": torch.ones(7, 64), "fc.bias": torch.ones(7), "bn1.bias": torch.ones(7)},
-            r"'bn1.bias' float32 \[7\] -> float32 \[16\], 'fc.weight' float32 \[7, 64\] -> ",
-        ),
+        (lambda good: {name: value for name, value in good.items() if not name.startswith("layer3")},
+         r"does not fit this network: 'layer3.0.conv1.weight' missing -> float32 .* and \d+ more\nchoose the net"),
+        (lambda good: good | {"fc.weight": torch.ones(7, 64), "fc.bias": torch.ones(7), "bn1.bias": torch.ones(7)},
+         r"'bn1.bias' float32 \[7\] -> float32 \[16\], 'fc.weight' float32 \[7, 64\] -> "),
         (lambda good: Path("/"), "is no file of torch.save with only tensors and plain values"),  # it would run code
         (None, "cannot be read: No such file or directory"),
     ],
     ids=["missing", "head and more", "code", "nowhere"],
-)
+)  # fmt: skip
 def test_a_file_that_does_not_fit_is_refused_with_the_differences(tiny, one_rank, tmp_path, other, make, message):
     """In at most two lines, and an earlier run is not moved."""
     path = tmp_path / "weights.pth"
@@ -109,7 +106,7 @@ def test_a_file_that_does_not_fit_is_refused_with_the_differences(tiny, one_rank
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=message) as refused:
         Trainer(tiny(pretrained=str(path)), one_rank, tmp_path / "run", "tiny", "never").train()
-    assert str(refused.value).startswith((f"pretrained {path}: ", f"{path}: "))
+    assert str(refused.value).startswith((f"pretrained {path}: ", f"{path}: pretrained "))
     assert str(refused.value).count("\n") <= 1
     assert not (tmp_path / "run.1").exists()
 
@@ -125,23 +122,21 @@ def test_a_head_of_other_classes_or_another_order_is_refused(tmp_path, other, th
     assert_equal(read_pretrained(str(path), other, there)[0], other)
 
 
-def test_two_ranks_start_from_the_file_that_one_of_them_reads(tmp_path, other):
-    torch.save(other, tmp_path / "weights.pth")
-    ended = run_job(tmp_path / "job", 2, open_and_save_each_rank, tmp_path)
-    assert [process.status for process in ended] == [0, 0], ended[0].errors
-    for rank in (0, 1):
-        assert torch.equal(torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True), other["conv1.weight"])
-
-
-def open_and_save_each_rank(folder):
-    """Each rank saves its initial weights."""
-
+def save_each_ranks_initial_weights(folder):
     def act(world):
         trainer = Trainer(tiny_config(pretrained=str(folder / "weights.pth")), world, folder / "run")
         with trainer._open_folder():
             torch.save(trainer.learner.model.state_dict()["conv1.weight"], folder / f"rank-{world.rank}.pt")
 
     return run_ranks(act, "cpu", 60)
+
+
+def test_two_ranks_start_from_the_file_that_one_of_them_reads(tmp_path, other):
+    torch.save(other, tmp_path / "weights.pth")
+    ended = run_job(tmp_path / "job", 2, save_each_ranks_initial_weights, tmp_path)
+    assert [process.status for process in ended] == [0, 0], ended[0].errors
+    for rank in (0, 1):
+        assert torch.equal(torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True), other["conv1.weight"])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -156,15 +151,11 @@ def test_an_own_network_is_exported_without_its_code(tiny, one_rank, tmp_path, m
         "plain = lambda num_classes: nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes))\n"
         "branches = lambda num_classes: Branches(3072, num_classes)\n"
     )
-    config = {"model": "exported_net:plain", "max_epochs": 1}
-    Trainer(tiny(**config), one_rank, tmp_path / "run").train()
-    assert export.main([str(tmp_path / "run")]) == 0
-    logits = torch.export.load(tmp_path / "run/export/model.pt2").module()(torch.zeros(2, 3, 32, 32, dtype=torch.uint8))
-    assert logits.shape == (2, 10)
-    capsys.readouterr()
-    Trainer(tiny(**config | {"model": "exported_net:branches"}), one_rank, tmp_path / "other").train()
-    assert export.main([str(tmp_path / "other")]) == 1
+    for name, status in (("plain", 0), ("branches", 1)):
+        Trainer(tiny(model=f"exported_net:{name}", max_epochs=1), one_rank, tmp_path / name).train()
+        assert export.main([str(tmp_path / name)]) == status
+    program = torch.export.load(tmp_path / "plain/export/model.pt2").module()
+    assert program(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape == (2, 10)
     error = capsys.readouterr().err
     assert "torch.export cannot follow the network; nothing was written: " in error
     assert f"{tmp_path}/exported_net.py:5: return super().forward" in error
-    assert json.loads((tmp_path / "run/environment.json").read_text())["own_code"]

@@ -4,76 +4,53 @@ import os
 import signal
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import torch
 
-from tests.conftest import ROOT, TINY, as_options, read_records, without_times
-from tests.processes import wait_until, without_launcher
-from tests.test_train import run
+from tests import conftest
+from tests.conftest import BATCHES, POLLS, ROOT, TINY, as_options, interrupt, read_records, run, stop, tiny_config
+from tests.processes import run_job, wait_until, without_launcher
 from tools.verify_resume import compare
 from train import Trainer
+from utils.distributed.ranks import run_ranks
 from utils.errors import Stopped
+from utils.run import preemption
 from utils.run.checkpoint.io import encode, list_checkpoints, read_checkpoint
 from utils.run.preemption import SIGNALS
 
 # Three epochs of 4 batches of training and 2 of validation; a log point after batches 1 and 3, so none after batch 2.
-PLATEAU, ONECYCLE = "torchvision and plateau", "device and onecycle"
-LOADERS = {
+SETTINGS = {
     # with a learning rate too high, so that validation gets worse and the plateau schedule lowers it
-    PLATEAU: {
-        "data_loader": "torchvision", "lr_schedule": "plateau/0", "lr_warmup_epochs": 0.5,
-        "lr": 0.3,
+    "plateau and O2": {
+        "data_loader": "torchvision", "lr_schedule": "plateau/0", "lr_warmup_epochs": 0.5, "lr": 0.3, "opt_level": "O2",
     },
-    ONECYCLE: {
-        "data_loader": "device", "lr_schedule": "onecycle", "lr_warmup_epochs": 1.5, "ema_decay": 0.8,
-        "rnd_rotation_angle": 10.0, "cutmix_alpha": 1.0, "loss_scale": "dynamic",
+    "onecycle and average": {
+        "lr_schedule": "onecycle", "lr_warmup_epochs": 1.5, "ema_decay": 0.8, "rnd_rotation_angle": 10.0,
+        "cutmix_alpha": 1.0, "loss_scale": "dynamic", "optimizer": "muon", "lr": 0.02,
     },
+    "adamw and O3": {"optimizer": "adamw", "lr": 0.01, "opt_level": "O3", "weight_decay_bn_bias": False},
 }  # fmt: skip
-BATCHES, POLLS = 4, 4 + 2  # polls for requests: one after each batch, of training and of validation
+PLATEAU, ONECYCLE, ADAMW = SETTINGS
 STOPS = {
     "in mid-epoch, between log points": (PLATEAU, POLLS + 2, "in epoch 2 after 2 batches", {"epoch": 1, "batch": 2}),
     "before validation": (ONECYCLE, POLLS + BATCHES, "in epoch 2 after its last batch", {"epoch": 1, "batch": 4}),
     "in validation": (PLATEAU, POLLS + BATCHES + 1, "in epoch 2 after its last batch", {"epoch": 1, "batch": 4}),
-    "between epochs": (ONECYCLE, 2 * POLLS + 1, "in epoch 3 after 1 batches", {"epoch": 2, "batch": 1}),
+    "between epochs": (ADAMW, 2 * POLLS + 1, "in epoch 3 after 1 batches", {"epoch": 2, "batch": 1}),
 }
 
 
 @pytest.fixture(scope="module")
-def whole_runs():
-    """Folders of uninterrupted runs by loader: each is trained once."""
-    return {}
+def whole(one_rank, tmp_path_factory):
+    """whole(name): the configuration and the folder of an uninterrupted run, which is trained once."""
 
-
-@pytest.fixture
-def whole(tiny, one_rank, tmp_path_factory, whole_runs):
-    """whole(loader): return (configuration, folder) of an uninterrupted run."""
-
-    def train(loader):
-        config = tiny(max_epochs=3, **LOADERS[loader])
-        if loader not in whole_runs:
-            whole_runs[loader] = tmp_path_factory.mktemp("whole")
-            run(config, one_rank, whole_runs[loader])
-        return config, whole_runs[loader]
+    @cache
+    def train(name):
+        config = tiny_config(max_epochs=3, **SETTINGS[name])
+        return config, run(config, one_rank, tmp_path_factory.mktemp("whole")).run.folder
 
     return train
-
-
-def interrupt(trainer, poll, action):
-    """Do `action` right before the poll with this number."""
-    really, numbers = trainer.requests.poll, iter(range(1, 1000))
-
-    def poll_and_act():
-        if next(numbers) == poll:
-            action()
-        return really()
-
-    trainer.requests.poll = poll_and_act
-
-
-def stop(trainer, poll):
-    """Ask for a stop there, as the signal handler does."""
-    interrupt(trainer, poll, lambda: setattr(trainer.requests, "signal", signal.SIGTERM))
 
 
 def assert_same_run(folder, whole):
@@ -85,8 +62,8 @@ def assert_same_run(folder, whole):
 
 @pytest.mark.parametrize("where", STOPS)
 def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, where):
-    loader, poll, position, saved = STOPS[where]
-    config, expected = whole(loader)
+    name, poll, position, saved = STOPS[where]
+    config, expected = whole(name)
     trainer = Trainer(config, one_rank, tmp_path, "tiny", "auto")
     stop(trainer, poll)
     with pytest.raises(Stopped, match=f"stopped on SIGTERM {position} with everything saved") as stopped:
@@ -98,12 +75,35 @@ def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, w
     assert_same_run(tmp_path, expected)
 
 
+def train_on_two_ranks(folder, poll):
+    preemption.POLL_SECONDS = 0  # the ranks compare their flags after every batch
+
+    def action(world):
+        trainer = Trainer(tiny_config(ema_decay=0.8), world, folder, "tiny", "auto")
+        if world.rank == 1:
+            stop(trainer, poll)
+        trainer.train()
+
+    return run_ranks(action, "cpu", 60)
+
+
+def test_two_ranks_stopped_exactly_after_an_epochs_last_batch_equal_an_uninterrupted_run(tmp_path):
+    for name, poll, status in (("whole", 0, 0), ("parts", BATCHES, 75), ("parts", 0, 0)):
+        ended = run_job(tmp_path / f"{name}-{poll}", 2, train_on_two_ranks, tmp_path / name, poll)
+        assert [process.status for process in ended] == [status] * 2, ended[0].errors
+        if poll:
+            state = read_checkpoint(list_checkpoints(tmp_path / "parts/checkpoints")[0])
+            assert (state["epoch"], state["batch"]) == (0, BATCHES)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
 def test_two_epochs_equal_one_and_a_resumed_one(tiny, one_rank, tmp_path):
-    whole = run(tiny(max_epochs=2), one_rank, tmp_path / "whole")
-    run(tiny(max_epochs=1), one_rank, tmp_path / "parts")
-    resumed = run(tiny(max_epochs=2), one_rank, tmp_path / "parts", resume=str(tmp_path / "parts"))
+    whole, *_, resumed = (
+        run(tiny(max_epochs=epochs), one_rank, tmp_path / name, resume)
+        for name, epochs, resume in (("whole", 2, "auto"), ("parts", 1, "auto"), ("parts", 2, str(tmp_path / "parts")))
+    )
     for kind in ("step", "epoch"):
-        parts, undivided = (without_times(read_records(tmp_path / name, kind)) for name in ("parts", "whole"))
+        parts, undivided = (conftest.without_times(read_records(tmp_path / name, kind)) for name in ("parts", "whole"))
         assert parts == undivided
     assert all(map(torch.equal, *(trainer.learner.model.state_dict().values() for trainer in (whole, resumed))))
     assert whole.learner.steps == resumed.learner.steps == 8
@@ -148,7 +148,7 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):
 )
 def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, number):
     """Sent to every process of the run, loader workers included, as torchrun, Slurm and a terminal do."""
-    keys = TINY | {"limit_train_batches": 40, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}
+    keys = TINY | {"limit_train_batches": 20, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}
     folder = tmp_path / "run"
     command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={folder}", *as_options(keys)]
     environment = without_launcher(os.environ)
@@ -169,4 +169,4 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     assert "Traceback" not in errors
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert [row["step"] for row in read_records(folder, "step")] == list(range(1, 81))
+    assert [row["step"] for row in read_records(folder, "step")] == list(range(1, 41))

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import change_byte
-from tests.test_folders import DALI, build, everything
-from tests.tiny_shards import CLASSES, IMAGENET, SETTINGS
+from tests.tiny_shards import CLASSES, DALI, IMAGENET, SETTINGS, build, everything
 from tools.prepare_data import __main__ as prepare_data
 from train import main
 from utils.config.command_line import Arguments
@@ -84,8 +83,6 @@ def test_a_rank_reads_the_bytes_of_its_own_samples(backend, packed, config, monk
         reads.clear()
 
 
-# ---- damaged shards
-
 SHARD = "train/shard-000001.tar"
 
 
@@ -96,19 +93,9 @@ def alter(folder, extension):
     change_byte(folder / SHARD, place)
 
 
-def write_old_index(folder):
-    with np.load(folder / INDEX_FILE) as index:
-        arrays = dict(index)
-    fields = [name for name in arrays["train_images"].dtype.names if name != "label_offset"]
-    arrays["train_images"] = arrays["train_images"][fields]
-    with (folder / INDEX_FILE).open("wb") as file:
-        np.savez(file, **arrays)
-
-
 DAMAGES = {
     "index gone": (lambda folder: (folder / INDEX_FILE).unlink(), "python -m tools.prepare_data --shards"),
     "index truncated": (lambda folder: os.truncate(folder / INDEX_FILE, 1500), "shards.index: damaged, or of"),
-    "index of another version": (write_old_index, "shards.index: damaged, or of"),
     "classes renamed": (
         lambda folder: (folder / "classes.json").write_text('["bee"]'),
         "classes.json has changed since",

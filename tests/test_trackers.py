@@ -5,9 +5,8 @@ import threading
 
 import pytest
 
-from tests.conftest import read_records
+from tests.conftest import read_records, run
 from tests.processes import wait_until
-from tests.test_train import run
 from utils.run.logging import trackers
 from utils.run.logging.trackers import Tracker
 

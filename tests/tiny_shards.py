@@ -1,10 +1,19 @@
-"""Class folders of a few small images, and changes of their shards."""
+"""Class folders of a few small images, changes of their shards, and loaders as of one of several ranks."""
 
 import io
 import tarfile
 
 import numpy as np
+import pytest
+import torch
 from PIL import Image
+
+from utils.data.build import build_loaders, open_dataset
+from utils.distributed.world import World
+from utils.run.logging.environment import dali_version
+
+needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
+DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])
 
 CLASSES = ("ant", "bée", "cat")
 NUM_TRAIN, NUM_VALID = 8, 5  # of each class
@@ -17,11 +26,15 @@ IMAGENET = {
 }  # fmt: skip
 
 
-def write_image(path, seed, width, height):
-    """Write an image with smooth colours, as in photographs: JPEG and resizing change them little."""
+def picture(seed=0, width=32, height=32):
+    """An image with smooth colours, as in photographs: JPEG and resizing change them little."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def write_image(path, seed, width, height):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(path, quality=95)
+    picture(seed, width, height).save(path, quality=95)
 
 
 def make_folders(root, classes=CLASSES, num_train=NUM_TRAIN, num_valid=NUM_VALID, size=None, extension=".JPEG"):
@@ -34,6 +47,32 @@ def make_folders(root, classes=CLASSES, num_train=NUM_TRAIN, num_valid=NUM_VALID
                 seed = 1000 * label + 10 * number + (split == "val")
                 write_image(root / split / name / f"{number}{kind}", seed, width, height)
     return root
+
+
+class Pretended(World):
+    """A rank whose collectives assume that all ranks contribute the same value."""
+
+    def all_gather(self, value):
+        return [value] * self.world_size
+
+    def main_first(self, action):
+        return action()
+
+
+def pretend(rank=0, world_size=1):
+    return Pretended(rank, rank, world_size, torch.device("cpu"))
+
+
+def build(config, rank=0, world_size=1):
+    world = pretend(rank, world_size)
+    return build_loaders(config, open_dataset(config, world), world)
+
+
+def everything(loader, epoch=0):
+    """All images and labels of an epoch."""
+    loader.set_epoch(epoch)
+    images, labels = zip(*loader, strict=True)
+    return torch.cat(images), torch.cat(labels)
 
 
 def rewrite(path, change):
