@@ -19,7 +19,7 @@ SIZE = 32
 LEVELS_OF_DALI = 2  # of 255, maximum difference of a JPEG from PIL; seen on a CPU: 0
 
 READ, UNREADABLE, IGNORED = "read", "unreadable", "ignored"
-FORMATS = {".png": "PNG", ".bmp": "BMP", ".ppm": "PPM", ".tif": "TIFF", ".webp": "WEBP"}
+FORMATS = {".png": "PNG", ".bmp": "BMP", ".ppm": "PPM", ".tif": "TIFF", ".tiff": "TIFF", ".pgm": "PPM", ".webp": "WEBP"}
 
 
 def encode(kind, image=None, **options):

@@ -65,6 +65,7 @@ def test_shared_batches_are_the_batches_of_the_rank_with_the_fewest(training, li
     for num_samples in range(1, 40):
         plans = [EpochPlan(num_samples, 3, rank, 4, training, limit=limit) for rank in range(4)]
         assert {plan.shared_batches for plan in plans} == {min(map(len, plans))}
+        assert not training or len(plans[0]) == min(num_samples // 12, limit or num_samples)
 
 
 def train(config, world, folder):

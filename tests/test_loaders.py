@@ -178,7 +178,7 @@ def test_every_purpose_has_its_own_stream(monkeypatch):
     config = AugmentationConfig(rnd_resized_crop=True, cutout_size=6, mixup_alpha=0.4, cutmix_alpha=1.0)
     sample_augmentation(config, 0, 0, np.arange(2))
     mix.sample_mixing(config, 0, 0, np.arange(2), 32, 32)
-    assert len(streams) == len(set(streams)) == 4 + 4 * sampling.CROP_ATTEMPTS + 7
+    assert len(streams) == len(set(streams)) == 4 + 4 * 10 + 7  # a crop has ten attempts
 
 
 def test_seed_epoch_and_stream_each_change_the_samples():

@@ -82,6 +82,10 @@ def test_the_label_weight_is_the_fraction_of_the_pixels():
     assert (np.abs(right - left - sides * width)[whole] <= 2).all()
     mixup = sample_mixing(CONFIGS["mixup"], 9, 0, indices, height, width)
     assert np.array_equal(mixup.label_weight, mixup.weight) and not mixup.patch.any()
+    holes = sample_mixing(CONFIGS["cutout"], 9, 0, indices, height, width).hole  # 6 x 6 around any pixel, clipped
+    inside = (holes[:, :2] > 0).all(1) & (holes[:, 2:] < (height, width)).all(1)
+    assert inside.sum() > 200 and (holes[inside, 2:] - holes[inside, :2] == 6).all()
+    assert (holes.min(0).tolist(), holes.max(0).tolist()) == ([0, 0, 3, 3], [16, 36, 20, 40])
     both = sample_mixing(CONFIGS["all"], 9, 0, indices, height, width)
     assert not ((both.weight < 1) & both.patch.any(1)).any() and 900 < (both.weight < 1).sum() < 1100
 

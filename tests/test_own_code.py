@@ -92,7 +92,7 @@ def arrays(data_path, seed=0, count=400):
     return {
         "train": (images[:300, ::-1], labels[:300]),
         "valid": (torch.from_numpy(images[300:]), labels[300:].tolist()),
-        "class_names": ["a", "b", "c", "d"],
+        "class_names": ["a\\n", "b", "c", "d"],
     }
 
 def files(data_path):
@@ -103,7 +103,7 @@ def files(data_path):
         for number, image in enumerate(np.asarray(images)):
             Image.fromarray(image.transpose(1, 2, 0)).save(data_path / f"{name}{number}.png")
         lists[name] = ([f"{name}{number}.png" for number in range(len(labels))], labels)
-    return given | lists | {"mean": [0.5, 0.5, 0.5], "std": (0.2, 0.2, 0.2)}
+    return given | lists | {"mean": [0, 0.5, 0.5], "std": (0.2, 0.2, 0.2)}
 
 def no_data(data_path):
     return open(data_path / "nowhere.npy").read()
@@ -270,7 +270,7 @@ def test_a_run_resumes_with_the_same_data_only(tiny, one_rank, tmp_path, code):
     config = {"model": "of_mine:network", **OWN}
     Trainer(tiny(**config | {"max_epochs": 1}), one_rank, tmp_path / "run").train()
     saved = read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[0])["data"]
-    assert saved["class_names"] == ["a", "b", "c", "d"]
+    assert saved["class_names"] == ["a\\n", "b", "c", "d"]  # printable
     Trainer(tiny(**config), one_rank, tmp_path / "run", "tiny", resume=str(tmp_path / "run")).train()
     sys.modules["of_mine"].arrays.__defaults__ = (1, 400)  # another seed: other images
     with pytest.raises(CheckpointError, match=r"was trained on other data.*fingerprint"):
@@ -289,6 +289,8 @@ REFUSED_DATA = [
     (split("train", labels=lambda y: y + 1), "train: labels range from 1 to 4; class_names has 4 names"),
     (split("train", labels=lambda y: y % 3), "class 'd' has validation images only"),
     (lambda data: data | {"mean": 0.5}, "mean: is 0.5; expected three numbers"),
+    (lambda data: data | {"std": (0, 0.5, 0.5)}, "std: is .*; expected three numbers from 0 to 1, above 0 for std"),
+    (split("valid", labels=lambda y: y - 1), "valid: labels range from -1 to 2; class_names has 4 names"),
 ]  # fmt: skip
 
 
