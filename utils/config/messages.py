@@ -26,7 +26,7 @@ def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) ->
     if not wrong:  # a combination of keys: show where one of them was set, on the command line if there
         message = problems[0]["msg"].removeprefix("Value error, ")
         named = [entry.origin for key, entry in entries.items() if re.search(rf"\b{re.escape(key)}\b", message)]
-        return f"{max(named, key=lambda origin: origin.startswith('--set'), default=block)}: {message}"
+        return f"{max(named[::-1], key=lambda origin: origin.startswith('--set'), default=block)}: {message}"
     value, origin = entries[wrong[0]]
     message = wrong_value(wrong[0], f"is {shown(value)}", origin)
     return message + (f"\nalso wrong: {shortened(', '.join(wrong[1:]), 300)}" if wrong[1:] else "")
