@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from tools.bench.training import alone
 from tools.common import as_settings
 from tools.evaluate import evaluate as evaluate_trained
 from tools.runs import read_records
-from tools.trained import load_classifier, open_trained, validation_transform
+from tools.trained import load_classifier, open_trained, prepare_image
 from train import Trainer
 from utils.config import load_config
 from utils.errors import CheckpointError, ConfigError, CorruptionError, DataError, ExpectedError, Stopped
@@ -98,7 +99,7 @@ def load(run: str | Path, **overrides: Any) -> Loaded:
     for note in [*trained.notes, *classifier.notes]:
         warnings.warn(note, stacklevel=2)
     model = Validated(classifier, world.device).eval()
-    return Loaded(model, trained.class_names, validation_transform(trained))
+    return Loaded(model, trained.class_names, partial(prepare_image, trained))
 
 
 def evaluate(run: str | Path, data: str | Path | None = None, **overrides: Any) -> dict[str, Any]:

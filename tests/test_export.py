@@ -1,6 +1,7 @@
 """tools.export: the exported network is the validated one, and can be used without this project's code."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from models import build_model
+from tests.conftest import ROOT
 from tools import export
 from tools.runs import read_records
 from train import Trainer
 from utils.config import Config
 from utils.data.datasets.dataset import load_dataset, spread_over_classes
 from utils.errors import ExpectedError
+from utils.run.checkpoint.io import read_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch.export
 
@@ -45,10 +48,41 @@ def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_p
     assert f"best acc1 {100 * best:.2f} %" in printed
 
 
-def test_safetensors_suffice_to_rebuild_the_network(tiny, one_rank, tmp_path, image_batch):
-    Trainer(tiny(), one_rank, tmp_path / "run", "tiny", "auto").train()
-    assert export.main([str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
-    path = tmp_path / "out/model.safetensors"
+@pytest.fixture(scope="module")
+def exported(tiny, one_rank, tmp_path_factory):
+    """The exported files of a run that validates with two views of each image."""
+    folder = tmp_path_factory.mktemp("exported")
+    config = tiny(test_time_views=2)
+    Trainer(config, one_rank, folder / "run", "tiny", "auto").train()
+    environment = {"version": "1.2", "commit": "c0ffee", "torch": "2", "command": ["train.py", "--config=tiny a"]}
+    (folder / "run/environment.json").write_text(json.dumps(environment))
+    assert export.main([str(folder / "run"), "--out", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+def test_the_card_says_what_the_model_is_and_how_it_was_measured(exported):
+    card = (exported / "MODEL_CARD.md").read_text()
+    best = read_checkpoint(exported.parent / "run/checkpoints/best.pt")["best"]
+    for fact in (
+        "# resnet8 trained on shapes\n", "| classes | 10: disc, ", "uint8 pixels [N, 3, 32, 32]", "(pixels / 255 - (0.",
+        f"best acc1 {100 * best['acc1']:.2f} % in epoch {best['epoch']}, on 200 validation images, validated with 2 v",
+        "version 1.2, commit c0ffee, torch 2: `train.py '--config=tiny a'`",
+    ):  # fmt: skip
+        assert fact in card
+
+
+def test_the_documented_line_makes_an_onnx_model_with_the_same_logits(exported, image_batch, monkeypatch):
+    runtime = pytest.importorskip("onnxruntime", reason="onnx, onnxscript and onnxruntime are not installed")
+    monkeypatch.chdir(exported)
+    (line,) = re.findall(r"^torch\.onnx\.export.*$", (ROOT / "docs/evaluation.md").read_text(), re.MULTILINE)
+    exec(line)
+    session, (pixels, _) = runtime.InferenceSession("model.onnx"), image_batch
+    (logits,) = session.run(None, {session.get_inputs()[0].name: pixels.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), torch.export.load("model.pt2").module()(pixels))
+
+
+def test_safetensors_suffice_to_rebuild_the_network(exported, image_batch):
+    path = exported / "model.safetensors"
     with safe_open(path, framework="pt") as file:
         about = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}
     assert len(about["data"]["class_names"]) == 10
@@ -57,7 +91,7 @@ def test_safetensors_suffice_to_rebuild_the_network(tiny, one_rank, tmp_path, im
     mean, std = (torch.tensor(about["data"][key]).view(1, 3, 1, 1) for key in ("mean", "std"))
     pixels, _ = image_batch
     logits = model((pixels / 255 - mean) / std)
-    torch.testing.assert_close(logits, torch.export.load(tmp_path / "out/model.pt2").module()(pixels))
+    torch.testing.assert_close(logits, torch.export.load(exported / "model.pt2").module()(pixels))
 
 
 class Means(torch.nn.Module):

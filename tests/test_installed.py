@@ -90,7 +90,11 @@ def test_the_documented_experiment_runs_as_it_stands(environment, tmp_path):
     said = run(["bash", "-euc", script], tmp_path)
     assert "as recorded in training: equal to the last digit" in said
     assert len((tmp_path / "predictions/predictions.csv").read_text().splitlines()) == 2001
-    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"model.pt2", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {
+        "MODEL_CARD.md",
+        "model.pt2",
+        "model.safetensors",
+    }
     assert json.loads((tmp_path / "figures.json").read_text())["acc1"] > 0.2
 
 

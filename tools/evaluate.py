@@ -13,17 +13,20 @@ resized, cropped and normalised as in validation.
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from tools.common import check_writable, new_parser, path_argument, print_table, write_json
 from tools.runs import read_records
 from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
+from utils.data.datasets.image_files import describe_unreadable
+from utils.data.loader import gather_unreadable
+from utils.distributed.world import World
 from utils.errors import DataError, exit_in_a_line
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from utils.distributed.world import World
+from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
+from utils.training.metrics.confusion import Confusion, rank_classes
+from utils.training.validation import validate
 
 SHOWN_CLASSES = 20  # on the terminal; --json writes all
 MISTAKES = 10  # the most frequent pairs of classes
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     check_writable("--json", options.json)
 
-    def action(trained: Trained, world: "World") -> None:
+    def action(trained: Trained, world: World) -> None:
         results = evaluate(trained, options.data, world, test=options.test)
         if world.is_main:
             show(results)
@@ -56,17 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_trained(options, action, changes)
 
 
-def evaluate(trained: Trained, folder: Path | None, world: "World", *, test: bool = False) -> Row:
+def evaluate(trained: Trained, folder: Path | None, world: World, *, test: bool = False) -> Row:
     """Collective: evaluate on the validation images, the test images, or `folder`; return plain values.
 
     Accuracies, fractions and confidences are in [0, 1]. Raises `ExpectedError` if an output is not finite.
     """
-    from utils.data.datasets.image_files import describe_unreadable
-    from utils.data.loader import gather_unreadable
-    from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
-    from utils.training.metrics.confusion import Confusion
-    from utils.training.validation import validate
-
     split = find_split(trained, [folder] if folder else [], world, test=test)
     if (split.labels < 0).any():
         raise DataError(f"{folder}: has images outside class folders; expected {folder}/CLASS/IMAGE")
@@ -108,14 +105,12 @@ def recorded(trained: Trained, *, test: bool = False) -> dict[str, float] | None
     kind, names = ("end", ("test_acc1", "test_loss")) if test else ("epoch", ("acc1/valid", "loss/valid"))
     for record in reversed(read_records(trained.path.parent.parent / "metrics.jsonl", kind)):
         if record.get("epoch") == trained.state["epoch"] and names[0] in record:
-            return dict(zip(("acc1", "loss"), map(record.get, names), strict=True))
+            return {"acc1": record[names[0]], "loss": record.get(names[1])}
     return None
 
 
-def class_rows(counts: "Tensor", names: Sequence[str]) -> list[Row]:
+def class_rows(counts: Tensor, names: Sequence[str]) -> list[Row]:
     """Return a row for each class with images, worst first. counts: [true class, predicted class]."""
-    from utils.training.metrics.confusion import rank_classes
-
     images, predicted, right = counts.sum(1).tolist(), counts.sum(0).tolist(), counts.diagonal().tolist()
     return [
         {
@@ -128,7 +123,7 @@ def class_rows(counts: "Tensor", names: Sequence[str]) -> list[Row]:
     ]  # fmt: skip
 
 
-def mistakes(counts: "Tensor", names: Sequence[str]) -> list[Row]:
+def mistakes(counts: Tensor, names: Sequence[str]) -> list[Row]:
     """Return the pairs of classes confused most often, with their counts."""
     pairs = [(int(counts[true, other]), true, other) for true, other in counts.nonzero().tolist() if true != other]
     pairs.sort(key=lambda pair: -pair[0])
@@ -137,36 +132,34 @@ def mistakes(counts: "Tensor", names: Sequence[str]) -> list[Row]:
 
 def show(results: Row) -> None:
     """Print the figures."""
-    for note in results["notes"]:
-        print(note, file=sys.stderr)
-    print(results["network"])
-    print(f"{results['images']:,} images: {results['data']}")
+    print(*results["notes"], sep="\n", end="\n" if results["notes"] else "", file=sys.stderr)
+    print(f"{results['network']}\n{results['images']:,} images: {results['data']}")
     if unreadable := results["unreadable"]:
         print(f"{len(unreadable)} files cannot be read and are skipped, the first {min(unreadable)}")
-    names = [name for name in ("acc1", f"acc{TOP}", "loss", "calibration_error") if name in results]
-    print("\n".join(f"{name:17}  {results[name]!r}" for name in names))
+    for name in ("acc1", f"acc{TOP}", "loss", "calibration_error"):
+        if name in results:
+            print(f"{name:17}  {results[name]!r}")
     if record := results["recorded"]:
         equal = all(results[name] == value for name, value in record.items())
-        words = "equal to the last digit" if equal else ", ".join(f"{name} {value!r}" for name, value in record.items())
-        print(f"as recorded in training: {words}" if equal else f"training recorded {words}")
-    classes, bins = results["classes"], [part for part in results["bins"] if part["images"]]
-    print_table(
-        f"Classes, worst first{f': {SHOWN_CLASSES} of {len(classes)}' if len(classes) > SHOWN_CLASSES else ''}",
-        ("class", "images", "accuracy", "precision", "taken for", "of its images"),
-        [
-            (row["class"], f"{row['images']:,}", f"{row['accuracy']:.2%}",
-             "-" if row["precision"] is None else f"{row['precision']:.2%}",
-             row["taken_for"] or "-", f"{row['share']:.2%}")
-            for row in classes[:SHOWN_CLASSES]
-        ],
-    )  # fmt: skip
+        words = ", ".join(f"{name} {value!r}" for name, value in record.items())
+        print("as recorded in training: equal to the last digit" if equal else f"training recorded {words}")
+    classes, title = results["classes"], "Classes, worst first"
+    rows = [
+        (row["class"], f"{row['images']:,}", f"{row['accuracy']:.2%}",
+         "-" if row["precision"] is None else f"{row['precision']:.2%}", row["taken_for"] or "-", f"{row['share']:.2%}")
+        for row in classes[:SHOWN_CLASSES]
+    ]  # fmt: skip
+    title += f": {SHOWN_CLASSES} of {len(classes)}" if len(classes) > SHOWN_CLASSES else ""
+    print_table(title, ("class", "images", "accuracy", "precision", "taken for", "of its images"), rows)
     pairs = [(f"{row['class']}, {row['taken_for']}", f"{row['images']:,}") for row in results["mistakes"]]
     print_table("Most frequent mistakes", ("class, taken for", "images"), pairs)
     title = f"Calibration: error {results['calibration_error']:.2%} over {len(results['bins'])} bins"
-    print_table(title, ("confidence above", "images", "mean confidence", "accuracy"), [
+    bins = [
         (f"{part['low']:.3f}", f"{part['images']:,}", f"{part['confidence']:.2%}", f"{part['accuracy']:.2%}")
-        for part in bins
-    ])  # fmt: skip
+        for part in results["bins"]
+        if part["images"]
+    ]
+    print_table(title, ("confidence above", "images", "mean confidence", "accuracy"), bins)
 
 
 if __name__ == "__main__":

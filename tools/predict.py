@@ -5,13 +5,10 @@
     python -m tools.predict expts/cifar100-cpu
 
 An IMAGE is a file of any format that Pillow reads, a folder of images, or a folder of class folders, whose names are
-the true classes. By default the images are the run's own validation set. Images are resized, cropped, normalised and
-classified as in validation.
+the true classes. Images are resized, cropped, normalised and classified as in validation.
 
-predictions.csv  a line for each image: its name (or its number in an array), predicted class, probability, true class
-                 if known, and the probability of each class
-worst.html       pictures of the worst mistakes, lowest probability of the true class first; without true classes, of
-                 the least certain predictions
+predictions.csv  of each image: name (number in an array), predicted class, probability, true class, all probabilities
+worst.html       pictures of the worst mistakes; without true classes, of the least certain predictions
 unreadable.csv   files that cannot be read, and why; written only if there are any
 """
 
@@ -21,31 +18,34 @@ import io
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jinja2 import Environment, StrictUndefined
+from PIL import Image
 
 from tools.common import add_count, make_folder, new_parser, path_argument, printable, write_file
 from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
+from utils.data.datasets.dataset import Split
+from utils.data.datasets.image_files import describe_unreadable
+from utils.data.loader import gather_unreadable
+from utils.distributed.world import World
 from utils.errors import DataError, exit_in_a_line
+from utils.training.validation import classify
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from utils.data.datasets.dataset import Split
-    from utils.distributed.world import World
-
-PAGE = Path(__file__).parent / "predict.html"  # a Jinja2 template; PyTorch needs Jinja2 too
+PAGE = Path(__file__).with_suffix(".html")  # a Jinja2 template
 
 
-@dataclass(frozen=True)
-class Predictions:
+class Predictions(NamedTuple):
     """Predictions for the readable images of `split`, in its order."""
 
-    split: "Split"
-    indices: "np.ndarray"  # int64 [N], in `split`
-    labels: "np.ndarray"  # int64 [N]; -1: the true class is unknown
-    probabilities: "np.ndarray"  # float64 [N, classes]
+    split: Split
+    indices: np.ndarray  # int64 [N], in `split`
+    labels: np.ndarray  # int64 [N]; -1: the true class is unknown
+    probabilities: np.ndarray  # float64 [N, classes]
     unreadable: dict[str, str]  # name: reason
 
     def name(self, row: int) -> str:
@@ -62,13 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     what = "files, folders of images, folders of class folders (default: the run's own validation set)"
     parser.add_argument("images", nargs="*", type=path_argument, metavar="IMAGE", help=what)
-    parser.add_argument(
-        "--out", type=path_argument, default=Path("predictions"), metavar="DIR", help="default: predictions"
-    )
+    out = Path("predictions")
+    parser.add_argument("--out", type=path_argument, default=out, metavar="DIR", help="default: predictions")
     add_count(parser, "--pictures", 60, "maximum number of pictures on the page")
     options = parser.parse_intermixed_args(argv)
 
-    def action(trained: Trained, world: "World") -> None:
+    def action(trained: Trained, world: World) -> None:
         world.main_only(lambda: make_folder(options.out))
         predictions, lines = predict(trained, options.images, world)
         if world.is_main:
@@ -77,15 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_trained(options, action, {"limit_valid_batches": None})  # classify every image
 
 
-def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predictions, list[str]]:
+def predict(trained: Trained, paths: list[Path], world: World) -> tuple[Predictions, list[str]]:
     """Collective: return the predictions of all ranks, and lines that describe the network and the data."""
-    import numpy as np
-    import torch
-
-    from utils.data.datasets.image_files import describe_unreadable
-    from utils.data.loader import gather_unreadable
-    from utils.training.validation import classify
-
     split = find_split(trained, paths, world, must_read=True)
     # the loader's labels are replaced by the images' indices, to match outputs to images
     loader, notes = build_loader(trained, replace(split, labels=np.arange(len(split.labels))), world)
@@ -104,10 +96,8 @@ def predict(trained: Trained, paths: list[Path], world: "World") -> tuple[Predic
 
 def write(folder: Path, trained: Trained, predictions: Predictions, pictures: int) -> list[str]:
     """Write the files into `folder`; return lines that describe them."""
-    from jinja2 import Environment, StrictUndefined
-
-    names, labels, probabilities = trained.class_names, predictions.labels, predictions.probabilities
-    predicted, known = probabilities.argmax(1), labels >= 0
+    split, indices, labels, probabilities, unreadable = predictions
+    names, predicted, known = trained.class_names, probabilities.argmax(1), labels >= 0
     images = f"{len(known):,} images"
     if known.any():
         right = (labels == predicted).sum() / known.sum()
@@ -119,10 +109,15 @@ def write(folder: Path, trained: Trained, predictions: Predictions, pictures: in
     )  # fmt: skip
     header = ("image", "predicted", "probability", "true", *(f"p({name})" for name in names))
     write_file(folder / "predictions.csv", as_csv(header, rows))
-    shown, heading = worst(predictions, pictures)
+    if known.any():
+        (wrong,) = (known & (labels != predicted)).nonzero()
+        ordered = wrong[probabilities[wrong, labels[wrong]].argsort(kind="stable")]
+        heading = f"the worst of {len(wrong):,} mistakes" if len(wrong) > pictures else "all mistakes"
+    else:
+        ordered, heading = probabilities.max(1).argsort(kind="stable"), "the least certain predictions"
     items = [
         {
-            "picture": picture(predictions.split, int(predictions.indices[row])),
+            "picture": picture(split, int(indices[row])),
             "name": printable(predictions.name(row)),
             "classes": [
                 (word, names[label], f"{probabilities[row, label]:.2%}")
@@ -130,13 +125,13 @@ def write(folder: Path, trained: Trained, predictions: Predictions, pictures: in
                 if label >= 0
             ],
         }
-        for row in shown
+        for row in ordered[:pictures].tolist()
     ]
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
     page = template.render(run=printable(str(trained.path)), lines=[images, f"Shown: {heading}."], items=items)
     write_file(folder / "worst.html", page.encode())
-    lines = [f"{folder / 'predictions.csv'}: {images}", f"{folder / 'worst.html'}: {len(shown)} pictures, {heading}"]
-    path, unreadable = folder / "unreadable.csv", predictions.unreadable
+    lines = [f"{folder / 'predictions.csv'}: {images}", f"{folder / 'worst.html'}: {len(items)} pictures, {heading}"]
+    path = folder / "unreadable.csv"
     path.unlink(missing_ok=True)  # from an earlier call
     if unreadable:
         write_file(path, as_csv(("image", "reason"), sorted(unreadable.items())))
@@ -148,26 +143,12 @@ def as_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
     """Encode as CSV; file names that are not UTF-8 keep their bytes. Quote all fields: before Python 3.13, csv does not
     quote a name because of a carriage return, which then ends the line."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
-    writer.writerows([header, *rows])
+    csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL).writerows([header, *rows])
     return text.getvalue().encode("utf-8", "surrogateescape")
 
 
-def worst(predictions: Predictions, limit: int) -> tuple[list[int], str]:
-    """Return the rows of the predictions to show, worst first, and a description of them."""
-    probabilities, labels = predictions.probabilities, predictions.labels
-    if (labels < 0).all():
-        return probabilities.max(1).argsort(kind="stable")[:limit].tolist(), "the least certain predictions"
-    (mistakes,) = ((labels >= 0) & (labels != probabilities.argmax(1))).nonzero()
-    kept = mistakes[probabilities[mistakes, labels[mistakes]].argsort(kind="stable")[:limit]]
-    return kept.tolist(), f"the worst of {len(mistakes):,} mistakes" if len(mistakes) > limit else "all mistakes"
-
-
-def picture(split: "Split", index: int) -> str:
+def picture(split: Split, index: int) -> str:
     """Return the image, resized and cropped for the network, as a data URI."""
-    import numpy as np
-    from PIL import Image
-
     pixels = split.read(np.array([index]), None, replace=False).samples[0]  # uint8 [3, H, W]
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(file, "png")

@@ -1,30 +1,37 @@
-"""Loads a trained network, as it was validated: for tools.evaluate, tools.predict, tools.export and api.py."""
+"""Load a trained network as it was validated, for tools.evaluate, tools.predict, tools.export and api.py."""
 
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from PIL.Image import Image
 from pydantic import ValidationError
+from torch import Tensor
 
+from models import build_model
 from tools.common import as_settings, path_argument
 from utils.base_config import KeyFlag
 from utils.config import Config, override
 from utils.config.command_line import report_error
+from utils.data.augment import Normalise
+from utils.data.build import build_loader as build_split_loader
+from utils.data.build import cap_workers, open_dataset
+from utils.data.datasets.dataset import Split, match_classes
+from utils.data.datasets.folders import centre_fraction, find_images
+from utils.data.datasets.image_files import as_rgb, cut_centre
+from utils.data.loader import Loader
+from utils.distributed.ranks import run_ranks
+from utils.distributed.world import World
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
+from utils.run.checkpoint.fit import check_tensors_fit
+from utils.run.checkpoint.io import newest_good
+from utils.run.run import merge_buffers
+from utils.training.learner import Classifier
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-    from torch import Tensor
-
-    from utils.data.datasets.dataset import Split
-    from utils.data.loader import Loader
-    from utils.distributed.world import World
-    from utils.training.learner import Classifier
-
-WHAT_TO_GIVE = "give a run's folder, such as expts/NAME, or a checkpoint of it"
 RUNS_DATA = "--set data_path=PATH names the run's data"
 
 
@@ -47,7 +54,7 @@ class Trained:
         """(channels, height, width)"""
         return tuple(self.state["data"]["shape"])
 
-    def describe(self, classifier: "Classifier", world: "World") -> str:
+    def describe(self, classifier: Classifier, world: World) -> str:
         """Describe weights, device and precision in a line."""
         state, of_batch = self.state, f", batch {self.state['batch']}" if self.state["batch"] else ""
         whose = ", moving average of the weights" if state["average"] else ""
@@ -60,43 +67,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the network and change its configuration."""
     what = "a run's folder (its last checkpoint is used) or a checkpoint, such as RUN/checkpoints/best.pt"
     parser.add_argument("run", type=path_argument, metavar="RUN", help=what)
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the run's device")
     setting = "override a setting of the run, such as data_path=/data or num_data_workers=2; repeatable"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
+    device, form = "auto, cpu or cuda (default: the run's device)", "device={}".format
+    parser.add_argument("--device", dest="set", action="append", type=form, metavar="NAME", help=device)
 
 
 def run_trained(
-    options: argparse.Namespace, action: Callable[[Trained, "World"], None], changes: Mapping[str, Any]
+    options: argparse.Namespace, action: Callable[[Trained, World], None], changes: Mapping[str, Any]
 ) -> int:
-    """Open the network that `options` name, with `changes` to its configuration, and run `action` on every rank.
-
-    Returns the exit status."""
-    device = [] if options.device is None else [f"device={options.device}"]
+    """Run `action` on every rank with the network that `options` name, with `changes` to its configuration; return the
+    exit status."""
     try:
-        trained = open_trained(options.run, [*as_settings(changes), *options.set, *device])
+        trained = open_trained(options.run, [*as_settings(changes), *options.set])
     except ExpectedError as error:
         return report_error(error)
-    from utils.distributed.ranks import run_ranks
-
     return run_ranks(lambda world: action(trained, world), trained.config.device, trained.config.rank_timeout_seconds)
 
 
 def open_trained(path: Path, settings: list[str]) -> Trained:
     """Open the newest good checkpoint in a run's folder, or a checkpoint file, with KEY=VALUE `settings` on top of its
     configuration."""
-    from utils.run.checkpoint.io import newest_good
-
     found, state, complaints = newest_good(path)
     if found is None or state is None:
-        raise CheckpointError("; ".join(complaints) or f"{path}: holds no checkpoint of a step; {WHAT_TO_GIVE}")
+        remedy = "give a run's folder, such as expts/NAME, or a checkpoint of it"
+        raise CheckpointError("; ".join(complaints) or f"{path}: holds no checkpoint of a step; {remedy}")
     try:
         config = Config(**state["config"])
     except ValidationError as error:
         (first, *_) = error.errors()
-        wrong = ": ".join([*map(str, first["loc"][:1]), first["msg"].removeprefix("Value error, ")])
-        raise CheckpointError(
-            f"{found}: its configuration is of another version: {wrong!r}; use that version"
-        ) from None
+        wrong = f"its configuration is of another version: {': '.join([*map(str, first['loc'][:1]), first['msg']])!r}"
+        raise CheckpointError(f"{found}: {wrong}; use that version") from None
     changed = override(config, settings)
     for key in (*Config.keys_with(KeyFlag.FIXED_ON_RESUME), "ema_decay"):  # without which the average is not loaded
         if getattr(changed, key) != getattr(config, key):
@@ -104,16 +105,10 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
     return Trained(found, state, changed, [f"skipped: {complaint}" for complaint in complaints])
 
 
-def load_classifier(trained: Trained, world: "World") -> "Classifier":
+def load_classifier(trained: Trained, world: World) -> Classifier:
     """Return the network as it was validated: weights or their average, precision, memory format."""
-    from models import build_model
-    from utils.run.checkpoint.fit import check_tensors_fit
-    from utils.run.run import merge_buffers
-    from utils.training.learner import Classifier
-
-    build = partial(build_model, image_side=trained.image_shape[-1])
     config = trained.config.model_copy(update={"fuse_norm_relu": False})  # only training is fused
-    classifier = Classifier(config, build, world)
+    classifier = Classifier(config, partial(build_model, image_side=trained.image_shape[-1]), world)
     check_tensors_fit(trained.path, trained.state, classifier.model.state_dict())
     classifier.load_network(trained.state)
     merge_buffers(classifier, trained.state["ranks"])
@@ -121,15 +116,11 @@ def load_classifier(trained: Trained, world: "World") -> "Classifier":
 
 
 def find_split(
-    trained: Trained, paths: list[Path], world: "World", *, test: bool = False, must_read: bool = False
-) -> "Split":
+    trained: Trained, paths: list[Path], world: World, *, test: bool = False, must_read: bool = False
+) -> Split:
     """Collective: return the images of `paths`, or without paths the run's validation set, or with `test` its test set.
     Labels are the run's, by the names of the classes. Raises `DataError` for other classes, and with paths or
     `must_read` `ConfigError` for a loader that reads no images."""
-    from utils.data.build import open_dataset
-    from utils.data.datasets.dataset import match_classes
-    from utils.data.datasets.folders import centre_fraction, find_images
-
     config = trained.config
     if (paths or must_read) and config.data_loader == "synthetic":
         raise ConfigError("data_loader synthetic reads no images; use --set data_loader=torchvision")
@@ -146,23 +137,17 @@ def find_split(
     return split if (order == sorted(order)).all() else replace(split, labels=order[split.labels])
 
 
-def validation_transform(trained: Trained) -> "Callable[[Image], Tensor]":
-    """Return a function that turns a PIL image of any size and mode into the network's input as in validation: resized,
-    cropped and normalised, float32 [3, S, S] on the CPU."""
-    import torch
+def prepare_image(trained: Trained, image: Image) -> Tensor:
+    """Return the network's input from a PIL image of any size and mode, as in validation: resized, cropped and
+    normalised, float32 [3, S, S] on the CPU."""
+    pixels = cut_centre(as_rgb(image), _image_side(trained), centre_fraction(trained.config.dataset))
+    return normalisation(trained)(torch.from_numpy(pixels.copy())[None])[0]  # PIL's memory is read-only
 
-    from utils.data.augment import Normalise
-    from utils.data.datasets.folders import centre_fraction
-    from utils.data.datasets.image_files import as_rgb, cut_centre
 
+def normalisation(trained: Trained) -> Normalise:
+    """Return the run's normalisation of uint8 pixels [N, 3, H, W], on the CPU."""
     data = trained.state["data"]
-    normalise = Normalise(data["mean"], data["std"], torch.device("cpu"), torch.contiguous_format)
-
-    def transform(image: "Image") -> "Tensor":
-        pixels = cut_centre(as_rgb(image), _image_side(trained), centre_fraction(trained.config.dataset))
-        return normalise(torch.from_numpy(pixels.copy())[None])[0]  # PIL's memory is read-only
-
-    return transform
+    return Normalise(data["mean"], data["std"], torch.device("cpu"), torch.contiguous_format)
 
 
 def _image_side(trained: Trained) -> int:
@@ -172,9 +157,7 @@ def _image_side(trained: Trained) -> int:
     return height
 
 
-def build_loader(trained: Trained, split: "Split", world: "World") -> tuple["Loader", list[str]]:
+def build_loader(trained: Trained, split: Split, world: World) -> tuple[Loader, list[str]]:
     """Collective: return this rank's batches of `split`, normalised as in training, and notes."""
-    from utils.data import build
-
-    data, (config, notes) = trained.state["data"], build.cap_workers(trained.config, world)
-    return build.build_loader(config, (data["mean"], data["std"]), world, split, training=False), notes
+    data, (config, notes) = trained.state["data"], cap_workers(trained.config, world)
+    return build_split_loader(config, (data["mean"], data["std"]), world, split, training=False), notes
