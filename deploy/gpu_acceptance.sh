@@ -20,7 +20,7 @@ GPUS=${GPUS:-$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")}
 SET=${SET:-}                                       # such as --set=data_path=/data; not for the tests
 DOCTOR=${DOCTOR:---config=record-75 --set=device=cuda}
 TESTS=${TESTS:--m gpu}
-LADDER=${LADDER:---configs=ladder}
+LADDER=${LADDER:-}
 BASELINE=${BASELINE:+--baseline=$(realpath "${BASELINE:-}")} # the ladder.json of an accepted node
 RECORD=${RECORD:---config=record-75 --seeds=1}
 

@@ -9,7 +9,6 @@ import subprocess
 import pytest
 
 from tests.conftest import ROOT
-from tools.bench.ladder import LISTS
 from utils import errors
 from utils.config import list_blocks
 from utils.config.command_line import parse_arguments
@@ -100,7 +99,7 @@ def test_configurations_exist(path):
     text = path.read_text(encoding="utf-8")
     named = set(re.findall(r"--config(?:=| (?=bs\d))([a-z0-9][\w.+-]*)", text))
     lists = re.findall(r"--configs=([a-z0-9][a-z0-9,-]+)", text)
-    named |= {name for names in lists for name in names.split(",")} - {*LISTS}
+    named |= {name for names in lists for name in names.split(",")}
     named |= set(re.findall(r"TRAIN_CONFIG:-([\w.+-]+)", text))
     own = {name for block in OWN_FILE.findall(text) for name in re.findall(r"^([\w.+-]+):", block, re.MULTILINE)}
     assert named <= known | own

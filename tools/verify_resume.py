@@ -48,7 +48,6 @@ class RunCommand:
     train_arguments: list[str]
     nproc: int
     timeout: float  # seconds after which a start counts as hanging
-    end: float  # of all starts (time.monotonic)
 
     def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Any:
         """Start the run; return its `subprocess.Popen`, or an object with the same `poll`, `wait` and `returncode`.
@@ -66,13 +65,11 @@ class Attempt:
     """One start of the run. Leaving the `with` block kills all of its processes."""
 
     def __init__(self, job: RunCommand, folder: Path) -> None:
-        self.folder, self.deadline = folder, min(time.monotonic() + job.timeout, job.end)
-        self.log = output_of(folder)
+        self.folder, self.deadline, self.log = folder, time.monotonic() + job.timeout, output_of(folder)
         self.status_file = folder.with_name(f"{folder.name}.status")
         self.status_file.unlink(missing_ok=True)
-        self.starts_before = read_records(folder / METRICS, "start", "resume")
-        environment = os.environ | {"TRAIN_EXIT_STATUS_FILE": str(self.status_file)}
-        self.process = job.start(folder, environment, self.log)
+        self.starts_before = starts_of(folder)
+        self.process = job.start(folder, os.environ | {"TRAIN_EXIT_STATUS_FILE": str(self.status_file)}, self.log)
 
     def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:
         """Wait until `reached`; False if the run ended before. Raises `ExpectedError` if it hangs."""
@@ -92,8 +89,7 @@ class Attempt:
 
     def has_begun(self) -> bool:
         """Return whether training has begun; from then on it handles signals."""
-        starts = read_records(self.folder / METRICS, "start", "resume")
-        return bool(starts) and starts != self.starts_before  # fewer if the folder was moved aside
+        return starts_of(self.folder) not in ([], self.starts_before)  # fewer if the folder was moved aside
 
     def end_of_output(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
@@ -131,10 +127,8 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
         content |= {f"{key} of best.pt": best[key] for key in ("model", "epoch")}
         sides.append(dict(_flatten("", content)))
     left, right = sides
-    differing = [where for where in sorted({*left, *right}) if left.get(where) != right.get(where)]
-    return [f"{where}: {left.get(where)!s:.80} uninterrupted, {right.get(where)!s:.80} killed" for where in differing][
-        :20
-    ]
+    differing = [where for where in sorted({*left, *right}) if left.get(where) != right.get(where)][:20]
+    return [f"{where}: {left.get(where)!s:.80} uninterrupted, {right.get(where)!s:.80} killed" for where in differing]
 
 
 def _flatten(where: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -152,6 +146,11 @@ def _flatten(where: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield where, (str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()[:16])
     else:
         yield where, value
+
+
+def starts_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the run's starts."""
+    return read_records(folder / METRICS, "start", "resume")
 
 
 def output_of(folder: Path) -> Path:
@@ -193,40 +192,34 @@ def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) ->
 
 
 def train_and_kill(job: RunCommand, folder: Path, delay: float | None, generator: random.Random) -> str:
-    """Start the run, kill it after `delay` seconds or not at all (None), and return in what it was killed; "" if it has
-    finished. Raises `ExpectedError` if it fails or ignores a good checkpoint."""
+    """Start the run, kill it after `delay` seconds or not at all (None), in 40 % of all cases as soon as it writes a
+    checkpoint; return in what it was killed, "" if it has finished. `ExpectedError` if it fails or ignores a good
+    checkpoint."""
     from utils.run.checkpoint.io import newest_good
 
-    has_checkpoint = newest_good(folder / "checkpoints")[0] is not None
+    killed, has_checkpoint = False, newest_good(folder / "checkpoints")[0] is not None
     with Attempt(job, folder) as attempt:
-        if killed := delay is not None and strike(attempt, delay, generator):
+        if delay is not None:
+            moment, write = time.monotonic() + delay, generator.random() < 0.4
+            killed = attempt.wait_until(lambda: time.monotonic() >= moment)
+            if killed and write:
+                killed = attempt.wait_until(lambda: any((folder / "checkpoints").glob("*.tmp")), pause=0)
+                time.sleep(generator.uniform(0, 0.003))
+        if killed:
             attempt.kill()
         status, begun, output = attempt.wait(), attempt.has_begun(), attempt.end_of_output()
     if status != 0 and not killed:
         raise ExpectedError(f"a start ended with status {status}:\n{output}")
     # such a run would still be equal, as every start is deterministic
-    if has_checkpoint and begun and read_records(folder / METRICS, "start", "resume")[-1]["kind"] == "start":
+    if has_checkpoint and begun and starts_of(folder)[-1]["kind"] == "start":
         raise ExpectedError(f"a start did not resume from its good checkpoint:\n{output}")
     return "" if status == 0 else "in training" if begun else "while starting"
-
-
-def strike(attempt: Attempt, delay: float, generator: random.Random) -> bool:
-    """Wait `delay` seconds and, in 40 % of all cases, for a write; return False if the run finished before."""
-    moment = time.monotonic() + delay
-    if not attempt.wait_until(lambda: time.monotonic() >= moment):
-        return False
-    if generator.random() < 0.4:
-        if not attempt.wait_until(lambda: any((attempt.folder / "checkpoints").glob("*.tmp")), pause=0):
-            return False
-        time.sleep(generator.uniform(0, 0.003))
-    return True
 
 
 def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:
     """Add the options of commands that interrupt runs; `timeout`: seconds of one start."""
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the random choices")
     parser.add_argument("--timeout", type=seconds, default=timeout, help="seconds of one start (default: %(default)g)")
-    parser.add_argument("--total-timeout", type=seconds, default=86400.0, help="seconds of all (default: %(default)g)")
     parser.add_argument("--work-dir", type=path_argument, help="folder for the runs (default: a temporary one)")
 
 
@@ -246,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
     train += [f"--set={setting}" for setting in settings]
     work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
-    job = RunCommand(train, options.nproc, options.timeout, time.monotonic() + options.total_timeout)
+    job = RunCommand(train, options.nproc, options.timeout)
     try:
         differences = verify(job, options.kills, random.Random(options.seed), work)
     except ExpectedError as error:

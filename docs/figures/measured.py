@@ -21,13 +21,8 @@ def draw_ladder(path: Path) -> None:
     """Images/s of ResNet50 on two cores; each block adds one switch to the block above."""
     rungs = json.loads((RESULTS / "2026-11-21-two-cores/ladder-batch64.json").read_text("utf-8"))["results"]["rungs"]
     full = {name: sample["full"] for name, sample in rungs.items()}
-    medians = {name: sample["median"] for name, sample in full.items()}
-    spread = [
-        [sample["median"] - sample["min"] for sample in full.values()],
-        [sample["max"] - sample["median"] for sample in full.values()],
-    ]
     figure, axes = new_figure(size=(8, 4.2))
-    draw_bars(axes, medians, "ResNet50 on two cores of an AMD EPYC (Zen 5)", spread)
+    draw_bars(axes, full, "ResNet50 on two cores of an AMD EPYC (Zen 5)")
     save(figure, path)
 
 

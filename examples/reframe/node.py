@@ -1,7 +1,7 @@
 """ReFrame checks of a node: tools.doctor finds nothing wrong, and the ladder's rungs are as fast as they were.
 
     pip install ".[reframe]" && reframe -c examples/reframe/node.py -r
-    reframe -C SITE.py -c examples/reframe/node.py -r -S Ladder.options="--configs=ladder --iters=120"
+    reframe -C SITE.py -c examples/reframe/node.py -r -S Ladder.options="--configs=bs256,fastest --iters=120"
 
 They use the Python that ReFrame runs with, and the checkout that holds this file; docs/benchmarking.md explains them.
 """

@@ -243,11 +243,10 @@ def main(argv=None):
     work = Path(tempfile.mkdtemp(prefix="chaos-", dir=options.work_dir))
     print(f"seed {seed}, in {work}", flush=True)
     train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
-    end = time.monotonic() + options.total_timeout
     numbers = iter(range(1, faults + 1) if options.only is None else [options.only])
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:  # not below --work-dir: sockets need a short path
         os.environ["TMPDIR"] = tempfile.tempdir = temporary  # inherited by forked ranks
-        counts, problems = campaign(ForkedRun(train, nproc, options.timeout, end), seed, numbers, faults, work)
+        counts, problems = campaign(ForkedRun(train, nproc, options.timeout), seed, numbers, faults, work)
         left = [path for path in Path(temporary).iterdir() if not _is_of_a_library(path)]
         problems += [f"left behind in TMPDIR: {path.name}" for path in left]
     show(counts)

@@ -36,14 +36,6 @@ RUNGS = (
     "bs256-amp-nhwc-extra-opts-compile,bs256-amp-nhwc-extra-opts-device,bs256-amp-nhwc-extra-opts-graphs,fastest,"
     "fastest+enable_compile=false"  # Inductor's layouts may be slower: pytorch/pytorch#189239
 )
-# Switches that stay off until they have been measured on a GPU, each next to the block that might use it.
-CANDIDATES = (
-    "fastest,fastest+enable_compile=false,fastest+amp_dtype=fp16,fastest+stem_channels=4,fastest+stem_channels=8,"
-    "record-75,record-75+amp_dtype=fp16,record-75+opt_level=O2,record-75+stem_channels=8,"
-    "record-75+enable_extra_opts=[zero_grad_set_to_none],record-75+fuse_norm_relu=true,"
-    "accuracy,accuracy+amp_dtype=fp16,accuracy+enable_compile=false"
-)
-LISTS = {"ladder": RUNGS, "candidates": CANDIDATES}
 COMPARABLE = (*VERSIONS, "threads", "world_size", "host")
 COLUMNS = (
     "rung", "full, images/s", "speed-up", "step only", "loader only", "TFLOP/s", "arithmetic", "memory", "GB",
@@ -55,8 +47,8 @@ TRAFFIC_PER_ACTIVATION = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_arguments(parser, iters=60, warmup=10)
-    rungs = f"rungs, each BLOCK or BLOCK+KEY=VALUE, or a list: {', '.join(LISTS)} (default: ladder: {RUNGS})"
-    parser.add_argument("--configs", default="ladder", metavar="A,B,...", help=rungs)
+    rungs = "rungs, each BLOCK or BLOCK+KEY=VALUE (default: %(default)s)"
+    parser.add_argument("--configs", default=RUNGS, metavar="A,B,...", help=rungs)
     earlier = f"an earlier report; exit status 1 if a rung is over {TOLERANCE} %% slower, beyond the spread"
     parser.add_argument("--baseline", type=path_argument, metavar="PATH", help=earlier)
     parser.add_argument("--plot", type=path_argument, metavar="PATH", help="draw the ladder: .svg, else PNG")
@@ -73,8 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         new_figure()  # fails now if matplotlib is missing, not after minutes of measuring
         check_writable("--plot", options.plot)
-    rungs = split_rungs(LISTS.get(options.configs, options.configs))
-    configs = {name: read_rung(options.yaml_config, name, options.set) for name in rungs}
+    configs = {name: read_rung(options.yaml_config, name, options.set) for name in split_rungs(options.configs)}
     first = next(iter(configs.values()))
     world = alone(first)
     environment = describe_environment(world.device, 1)
@@ -98,11 +89,7 @@ def run(options: argparse.Namespace) -> int:
     show(results, environment["device"])
     if options.plot:
         figure, axes = new_figure(size=(8.5, 1.4 + 0.42 * len(results)))
-        samples = {name: values["full"] for name, values in results.items()}
-        rates = {name: sample.median for name, sample in samples.items()}
-        below = [sample.median - min(sample.values) for sample in samples.values()]
-        above = [max(sample.values) - sample.median for sample in samples.values()]
-        draw_bars(axes, rates, environment["device"], [below, above])
+        draw_bars(axes, {name: values["full"].as_json() for name, values in results.items()}, environment["device"])
         save(figure, options.plot)
     for line in (lines := compare_with_baseline(results, baseline)):
         print(line)
@@ -155,15 +142,16 @@ def show(results: Mapping[str, Mapping[str, Any]], device: str) -> None:
     print_table(f"{device}: median (min-max); arithmetic, memory: fractions of the measured limits", COLUMNS, rows)
 
 
-def draw_bars(axes: Any, rates: Mapping[str, float], title: str, spread: Any = None) -> None:
-    """Draw a bar for each name, the first on top, with its images/s and its speed relative to the first."""
-    first = next(iter(rates.values()))
-    bars = axes.barh(list(rates), list(rates.values()), xerr=spread, color=COLOURS[0], height=0.65, capsize=3)
-    labels = [f"{rate:,.0f}  ({rate / first:.2f}x)" for rate in rates.values()]
-    axes.bar_label(bars, labels, padding=4, fontsize=9)
+def draw_bars(axes: Any, rates: Mapping[str, Mapping[str, float]], title: str) -> None:
+    """Draw a bar of each rung's median images/s, the first on top, with its spread and its speed relative to the
+    first."""
+    medians = [sample["median"] for sample in rates.values()]
+    spread = [[s["median"] - s["min"] for s in rates.values()], [s["max"] - s["median"] for s in rates.values()]]
+    bars = axes.barh(list(rates), medians, xerr=spread, color=COLOURS[0], height=0.65, capsize=3)
+    axes.bar_label(bars, [f"{rate:,.0f}  ({rate / medians[0]:.2f}x)" for rate in medians], padding=4, fontsize=9)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel="images/s", title=title, xlim=(0, 1.25 * max(rates.values())))
+    axes.set(xlabel="images/s", title=title, xlim=(0, 1.25 * max(medians)))
 
 
 def read_baseline(
@@ -177,13 +165,11 @@ def read_baseline(
     if not found:
         problem = f"has none of these rungs, only {', '.join(rungs) or 'other results'}; choose with --configs"
     for key in COMPARABLE:
-        if before.get(key) != environment.get(key):
-            problem = (
-                f"was measured elsewhere: {key} {before.get(key)} -> {environment.get(key)}; measure it again here"
-            )
+        if (was := before.get(key)) != (now := environment.get(key)):
+            problem = f"was measured elsewhere: {key} {was} -> {now}; measure it again here"
     for name in found:
-        now = configs[name].model_dump(mode="json")
-        if changed := [key for key, value in now.items() if saved[name].get(key) != value]:
+        settings = configs[name].model_dump(mode="json").items()
+        if changed := [key for key, value in settings if saved[name].get(key) != value]:
             problem = f"{name} differs in {', '.join(changed)}; measure it again"
     if problem:
         raise ConfigError(f"--baseline {path}: {problem}")

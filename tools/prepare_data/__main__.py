@@ -14,7 +14,7 @@ DIR/val/*.tar, which hold KEY.jpg (or .png, ...) and KEY.cls for each image, as 
 
 import sys
 
-from tools.common import at_least_one, new_parser, path_argument
+from tools.common import add_count, new_parser, path_argument
 from utils.errors import exit_in_a_line
 
 DATASETS = ("cifar10", "cifar100")
@@ -30,28 +30,22 @@ def main(argv: list[str] | None = None) -> int:
     source = "CIFAR: unpack this official archive instead of a download; shards: pack its train/CLASS/ and val/CLASS/"
     parser.add_argument("--from", dest="source", type=path_argument, metavar="ARCHIVE_OR_FOLDER", help=source)
     parser.add_argument("--shards", type=path_argument, metavar="DIR", help="the folder of shards to create or index")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--images_per_shard", type=at_least_one, metavar="N", help="images per shard (default: 4096)")
-    size.add_argument("--num_shards", type=at_least_one, metavar="N", help="number of shards of each split")
+    add_count(parser, "--images_per_shard", 4096, "images of a new shard; ImageNet: 313 shards of 0.45 GB")
     options = parser.parse_args(argv)
-    folder, sized = options.shards, options.images_per_shard is not None or options.num_shards is not None
-    if folder is None and (options.dataset is None or options.data_path is None or sized):
-        parser.error("expected --dataset and --data_path, or --shards")
-    if folder is not None and (options.dataset or options.data_path):
-        parser.error("--shards takes no options of CIFAR; it takes --from, --images_per_shard or --num_shards")
-    if sized and options.source is None:
-        parser.error("--images_per_shard and --num_shards need --from; without it, shards are only indexed")
+    folder, source, cifar = options.shards, options.source, (options.dataset, options.data_path)
+    if None in cifar if folder is None else cifar != (None, None):
+        parser.error("expected either --dataset and --data_path, or --shards")
     if folder is not None:
         from tools.prepare_data.shards import index_shards, make_shards  # here, since --help needs no numpy
 
-        made = (options.source, options.images_per_shard, options.num_shards)
-        print(f"{folder}: {make_shards(folder, *made) if options.source else index_shards(folder)}")
+        made = make_shards(folder, source, options.images_per_shard) if source else index_shards(folder)
+        print(f"{folder}: {made}")
         return 0
     from utils.data.datasets.cifar import VERSIONS, find_folder, read_cifar
 
     version, data_path = VERSIONS[options.dataset], options.data_path
     existed = find_folder(version, data_path)
-    read_cifar(version, data_path, download=True, archive=options.source)
+    read_cifar(version, data_path, download=True, archive=source)
     print(f"{find_folder(version, data_path)}: {version.title} {'is already' if existed else 'is now'} there, verified")
     return 0
 

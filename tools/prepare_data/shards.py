@@ -10,7 +10,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +27,6 @@ from utils.data.sampling import IntArray
 from utils.errors import DataError
 from utils.files import name_file_in_error, open_regular, partial_folder, sync_folder, write_atomically, write_new
 
-IMAGES_PER_SHARD = 4096  # ImageNet: 313 shards of 0.45 GB
 SPLITS = ("train", "val")
 THREADS = 8  # opening many small files is waiting, not computing
 END_OF_TAR = 1024  # bytes of zeros at least
@@ -37,9 +35,9 @@ MAX_DIGITS = 6  # of a label
 KEY_AND_EXTENSION = re.compile(r"((?:.*/|)[^./][^.]*)\.([^/]*)", re.DOTALL)
 
 
-def make_shards(folder: Path, source: Path, images_per_shard: int | None, num_shards: int | None) -> str:
+def make_shards(folder: Path, source: Path, images_per_shard: int) -> str:
     """Write shards of the class folders in `source` to `folder`, which appears in one rename with its index; return a
-    summary. `images_per_shard` sets their size, or `num_shards` their number, for training and validation each.
+    summary.
 
     The images' bytes are unchanged. They are assigned to shards at random, so that each shard has many classes, but by
     the number of images only: equal folders give equal shards, byte by byte.
@@ -52,14 +50,11 @@ def make_shards(folder: Path, source: Path, images_per_shard: int | None, num_sh
                 raise DataError(f"{folder}: exists already; move it away, or omit --from to index the shards in it")
             for name, split in zip(SPLITS, (dataset.train, dataset.valid), strict=True):
                 assert isinstance(split, ImageFiles)
-                count = len(split.labels)
-                number = num_shards or -(-count // (images_per_shard or IMAGES_PER_SHARD))
-                if number > count:
-                    raise DataError(f"{split.root}: {count} images cannot fill {number} shards; make fewer")
                 (made / name).mkdir()
+                count = len(split.labels)
                 shuffled = np.random.Generator(np.random.Philox(key=[0, count])).permutation(count)
-                write = partial(_write_shard, made / name, split)
-                _run_in_threads(write, list(enumerate(np.array_split(shuffled, number))), name)
+                shards = list(enumerate(np.array_split(shuffled, -(-count // images_per_shard))))
+                _run_in_threads(partial(_write_shard, made / name, split), shards, name)
                 sync_folder(made / name)
             write_new(made / CLASSES_FILE, (json.dumps(dataset.class_names) + "\n").encode())
             summary = index_shards(made)
@@ -98,9 +93,7 @@ def index_shards(folder: Path) -> str:
     class_names = _read_class_names(folder / CLASSES_FILE, 1 + int(max(train["label"].max(), valid["label"].max())))
     if gaps := sorted({*range(len(class_names))} - {*train["label"].tolist()}):
         missing = f"no training image has label {gaps[0]}, class {class_names[gaps[0]]!r}"
-        raise DataError(
-            f"{folder}: {missing}; expected labels 0, 1, 2, ... without a gap, and the same classes in val/"
-        )
+        raise DataError(f"{folder}: {missing}; expected labels 0, 1, 2, ... without a gap, and the same in val/")
     content = io.BytesIO()
     arrays = {"train_images": train, "train_shards": train_shards, "valid_images": valid, "valid_shards": valid_shards}
     np.savez(content, class_names=np.array(class_names), **arrays)  # type: ignore[arg-type]
@@ -172,9 +165,10 @@ def _read_class_names(path: Path, num_classes: int) -> list[str]:
     """Read the JSON list, if it exists."""
     if not os.path.lexists(path):
         return [str(number) for number in range(num_classes)]
-    names: Any = None
-    with suppress(OSError, ValueError):
+    try:
         names = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) < num_classes:
         raise DataError(f"{path}: expected a JSON list of {num_classes} class names; repair or remove it")
     match_classes(str(path), names, names, remedy="")  # none occurs twice
