@@ -204,5 +204,5 @@ def _explain_loader_worker(text: str) -> str:
     return (  # PyTorch reports the signal or not, depending on what it waited for
         f"{name} was killed, as the kernel does when host memory or /dev/shm runs out ({text.splitlines()[0]})\n"
         "use fewer num_data_workers, data_loader=device, a job with more memory, or docker run --shm-size=8g; the last "
-        "checkpoint is good"
+        "checkpoint is good (bus error: or a memory-mapped file of images was cut)"
     )
