@@ -1,19 +1,15 @@
 """TensorBoard's page and the report's, in a real browser: numbers read off what a person sees.
 
-    bash tests/install_browser.sh && python -m pytest -m browser
-
-The environment variable SCREENSHOTS names a folder that gets a picture of every page.
+bash tests/install_browser.sh && python -m pytest -m browser
 """
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import urllib.request
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -80,17 +76,11 @@ def browser():
     chrome.quit()
 
 
-def picture(browser, name):
-    if folder := os.environ.get("SCREENSHOTS"):
-        browser.save_screenshot(str(Path(folder) / f"{name}.png"))
-
-
 def wait_for(browser, condition, what):
-    """The first true value of `condition`; fails with a picture of what the page shows instead."""
+    """The first true value of `condition`; fails with the text that the page shows instead."""
     try:
         return wait_until(what, WAIT_SECONDS, condition, 0.3)
     except AssertionError as error:
-        picture(browser, "failed")
         text = browser.execute_script(VISIBLE_TEXT)
         raise AssertionError(f"{error}; the page shows: {text[:3000]}") from None
 
@@ -146,7 +136,6 @@ def test_scalars_show_every_tag_and_its_last_value(browser, tensorboard, expts):
     for name in ("first", "second"):  # the table under a chart: run, smoothed, value, step
         last = read_records(expts / name, "epoch")[-1]["acc1/valid"]
         see(browser, rf"acc1\s*/valid[^$]*?{name}/tb_logs\s+[\d.]+\s+{last:.4g}\s+3\s")
-    picture(browser, "tensorboard-time-series")
 
 
 def test_hparams_open_with_what_differs_and_four_keys_and_hold_the_results_of_both_runs(browser, tensorboard, expts):
@@ -161,7 +150,6 @@ def test_hparams_open_with_what_differs_and_four_keys_and_hold_the_results_of_bo
     assert (first["lr"], second["lr"], first["model"]) == ("0.10000", "0.050000", "resnet8")
     for name, row in (("first", first), ("second", second)):
         assert row["result/best_acc1"] == f"{results(expts / name)['best_acc1']:#.5g}"
-    picture(browser, "tensorboard-hparams")
 
 
 def test_texts_hold_configuration_environment_and_worst_classes(browser, tensorboard, expts):
@@ -171,7 +159,6 @@ def test_texts_hold_configuration_environment_and_worst_classes(browser, tensorb
     see(browser, r'"torchvision": "\d+\.\d+')
     worst = results(expts / "first")["worst_classes"][0]
     see(browser, rf"{worst['class']}\s+{100 * worst['accuracy']:.1f}%")
-    picture(browser, "tensorboard-text")
 
 
 # ---- the report
@@ -237,7 +224,6 @@ def test_report_page_shows_the_published_figures_and_ours(browser, report_page, 
     see(browser, rf"first\s+finished\s+3 of 3\s+{100 * results(expts / 'first')['best_acc1']:.2f}%")
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0, "it needs no network"
     assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth"), "it fits the window"
-    picture(browser, f"report-{width}")
 
 
 def test_report_curves_tell_their_values_at_the_pointer(browser, report_page):
@@ -246,7 +232,6 @@ def test_report_curves_tell_their_values_at_the_pointer(browser, report_page):
     curves = json.loads((ROOT / "results/reference/sc20_curves.json").read_text())["runs"]["bs128-opt"]
     accuracy = 100 * curves["acc1/valid"][curves["epoch"].index(40)]
     assert f"bs128-opt (published)validation acc1 {accuracy:.2f} %, epoch 40" in hover(browser, "x2", "bs128-opt", 40)
-    picture(browser, "report-hover")
 
 
 def test_report_legend_switches_a_run_off_in_every_plot(browser, report_page):

@@ -44,11 +44,11 @@ def test_comparison_finds_each_difference(two_runs):
         killed, lambda rows: [rows[0], rows[1] | {"learning_rate": rows[1]["learning_rate"] * (1 + 1e-15)}, *rows[2:]]
     )
     found = compare(uninterrupted, killed)
-    assert [line.split(":")[0] for line in found] == ["metrics.jsonl[0].learning_rate"]
+    assert [line.split(":")[0] for line in found] == ["metrics.jsonl.0.learning_rate"]
     shutil.copy(uninterrupted / "metrics.jsonl", killed)
 
     change_metrics(killed, lambda rows: rows[:-1])
-    assert all(re.match(r"metrics\.jsonl\[\d+\].* None killed", line) for line in compare(uninterrupted, killed))
+    assert all(re.match(r"metrics\.jsonl\.\d+\..* None killed", line) for line in compare(uninterrupted, killed))
     shutil.copy(uninterrupted / "metrics.jsonl", killed)
 
     _, state, _ = newest_good(killed / "checkpoints")

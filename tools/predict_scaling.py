@@ -55,8 +55,7 @@ def make_buckets(layers: Sequence[tuple[int, float]]) -> list[tuple[int, float]]
     """Return DDP's buckets. `layers`: (bytes of gradients, cost of backward) in forward order; the gradients come in
     backward order, and the layer that fills a bucket closes it."""
     total = sum(cost for _, cost in layers)
-    buckets: list[tuple[int, float]] = []
-    size, spent = 0, 0.0
+    buckets, size, spent = list[tuple[int, float]](), 0, 0.0
     for layer_bytes, cost in reversed(layers):
         size, spent = size + layer_bytes, spent + cost
         if size >= (BUCKET if buckets else FIRST_BUCKET):
@@ -171,10 +170,8 @@ def published_table(seen: bool) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
     parser, bandwidth = new_parser("predict_scaling", __doc__), partial(above_zero, unit="GB/s")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--from", dest="path", type=path_argument, metavar="BENCH.json", help="a report measured on one GPU"
-    )
+    source, report = parser.add_mutually_exclusive_group(required=True), "a report measured on one GPU"
+    source.add_argument("--from", dest="path", type=path_argument, metavar="BENCH.json", help=report)
     source.add_argument("--published", action="store_true", help="compare forecasts with published measurements")
     parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
     add_count(parser, "--gpus-per-node", 8, "GPUs of each node")

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -188,22 +188,13 @@ def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
 
 
-@dataclass(frozen=True)
-class Ledger:
+class Ledger(NamedTuple):
     """The time of a run over all of its starts."""
 
     starts: int
     seconds: dict[str, float]  # by activity of utils/run/clock.py, and "stopped"
-
-    @property
-    def wall(self) -> float:
-        """Seconds from the first start to the last record."""
-        return sum(self.seconds.values())
-
-    @property
-    def useful(self) -> float:
-        """Useful time as a fraction of the wall clock."""
-        return sum(self.seconds[name] for name in USEFUL) / self.wall
+    wall: float  # seconds from the first start to the last record
+    useful: float  # useful time as a fraction of the wall clock
 
 
 def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
@@ -223,7 +214,9 @@ def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
     ends = [began + sum(seconds.values()) for began, seconds in starts]
     gaps = (later - end for (later, _), end in zip(starts[1:], ends, strict=False))
     total = {name: sum(seconds.get(name, 0.0) for _, seconds in starts) for name in ACTIVITIES}
-    return Ledger(len(starts), total | {"stopped": sum(max(0.0, gap) for gap in gaps)})  # clocks may disagree
+    total["stopped"] = sum(max(0.0, gap) for gap in gaps)  # clocks may disagree
+    wall = sum(total.values())
+    return Ledger(len(starts), total, wall, sum(total[name] for name in USEFUL) / wall)
 
 
 @exit_in_a_line

@@ -3,10 +3,9 @@
     python -m tools.verify_resume --config=quickstart --set max_epochs=2 --set lr_warmup_epochs=1 --kills 5
     python -m tools.verify_resume --config=quickstart --set model=resnet8 --nproc 2
 
-Each killed run is restarted by the same command until it has finished. Then its weights, optimizer, random states,
-metrics.jsonl and learning rates must equal the uninterrupted run's bit for bit, and every start that found a good
-checkpoint must have resumed from it. SIGKILL hits all processes of a run, at any moment of a start or as soon as a
-checkpoint's temporary file appears.
+SIGKILL hits all processes of a run, at any moment of a start or as soon as a checkpoint's temporary file appears; the
+same command restarts it until it has finished. Then its weights, optimizer, random states, metrics.jsonl and learning
+rates must equal the uninterrupted run's bit for bit, and starts that found a good checkpoint must have resumed from it.
 """
 
 import argparse
@@ -94,14 +93,7 @@ class Attempt:
     def end_of_output(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
 
-    def __enter__(self) -> "Attempt":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self.process.wait(KILL_SECONDS)
-
-    def kill(self) -> None:
+    def kill(self, *_: object) -> None:
         """Send SIGKILL to every process of the run until none is left."""
         deadline = time.monotonic() + KILL_SECONDS
         while processes := find_processes(self.folder):
@@ -111,6 +103,12 @@ class Attempt:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.01)
+        self.process.wait(KILL_SECONDS)
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    __exit__ = kill
 
 
 def compare(uninterrupted: Path, killed: Path) -> list[str]:
@@ -135,12 +133,11 @@ def _flatten(where: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of each value in a nested structure; type, shape and digest of a tensor."""
     import torch
 
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from _flatten(f"{where}.{key}" if where else str(key), part)
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from _flatten(f"{where}[{number}]", part)
     elif isinstance(value, torch.Tensor):
         content = bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy())
         yield where, (str(value.dtype), tuple(value.shape), hashlib.sha256(content).hexdigest()[:16])
@@ -239,9 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     train = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
     train += [f"--set={setting}" for setting in settings]
     work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
-    job = RunCommand(train, options.nproc, options.timeout)
+    job, generator = RunCommand(train, options.nproc, options.timeout), random.Random(options.seed)
     try:
-        differences = verify(job, options.kills, random.Random(options.seed), work)
+        differences = verify(job, options.kills, generator, work)
     except ExpectedError as error:
         differences = [f"the runs could not be compared: {error}"]
     if differences:

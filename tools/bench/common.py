@@ -36,9 +36,8 @@ def add_arguments(
     if iters:
         add_count(parser, "--iters", iters, "timed steps of a trial")
         add_count(parser, "--warmup", warmup, "steps before them", least=0)
-    parser.add_argument(
-        "--json", type=path_argument, metavar="PATH", help="write figures, configuration and environment here"
-    )
+    report = "write figures, configuration and environment here"
+    parser.add_argument("--json", type=path_argument, metavar="PATH", help=report)
 
 
 def read_config(options: argparse.Namespace) -> Config:

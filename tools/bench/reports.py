@@ -13,12 +13,12 @@ def read_report(path: Path) -> dict[str, Any]:
     """Return "bench", "environment", "config" and "results". Raises `DataError` if the file is not a report."""
     try:
         content: dict[str, Any] = {"bench": "", "environment": {}, "config": {}} | json.loads(path.read_bytes())
-        if not all(isinstance(content[key], dict) for key in ("results", "environment", "config")):
-            raise TypeError("it holds something else")
+        if all(isinstance(content[key], dict) for key in ("results", "environment", "config")):
+            return content
+        found = "it holds something else"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        found, remedy = getattr(error, "strerror", "it holds something else"), "bench COMMAND --json FILE writes one"
-        raise DataError(f"{path}: not a report of tools.bench --json ({found}); {remedy}") from None
-    return content
+        found = str(error)
+    raise DataError(f"{path}: not a report of tools.bench --json ({found}); bench COMMAND --json FILE writes one")
 
 
 def training_rates(report: dict[str, Any]) -> dict[str, tuple[float, dict[str, Any]]]:
