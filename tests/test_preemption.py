@@ -83,16 +83,16 @@ def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(set_clock, mon
         assert interrupts(signal.SIGINT)
 
 
-# Seconds of a batch on each of two ranks, and batches, in loops that follow each other; the signal comes in the last.
+# Seconds of a batch on each of three ranks, and batches, in loops that follow each other; the signal comes in the last.
 PACES = {
-    "fast": [(0.01, 0.02, 0)],
-    "slow": [(10.0, 10.0, 0)],
-    "training after three batches": [(0.2, 0.2, 3), (3.0, 3.0, 0)],
+    "fast": [(0.01, 0.02, 0.01, 0)],
+    "slow": [(10.0, 10.0, 10.0, 0)],
+    "training after three batches": [(0.2, 0.2, 0.2, 3), (3.0, 3.0, 3.0, 0)],
 }
 
 
 def stop_in_the_middle(folder, pace):
-    """Signal either rank, or both, after several numbers of batches; write down when each rank stopped, by a clock that
+    """Signal rank 0 or 1, or both, after several numbers of batches; write down when each rank stopped, by a clock that
     only batches advance, and the number of all-reduces."""
 
     def stop_after(world, batches, signalled):
@@ -109,13 +109,13 @@ def stop_in_the_middle(folder, pace):
         with listen(requests):
             for before in pace[:-1]:
                 requests.start_loop()
-                for _ in range(before[2]):
+                for _ in range(before[-1]):
                     clock[0] += before[world.rank]
                     assert not requests.poll()
             requests.start_loop()
             for number in itertools.count(1):
                 clock[0] += pace[-1][world.rank]
-                if number == batches and (world.rank == signalled or batches == 2):
+                if number == batches and (world.rank == signalled or batches == 2 > world.rank):
                     signal.raise_signal(signal.SIGTERM)
                 if requests.poll():
                     assert requests.name() == "SIGTERM"
@@ -131,13 +131,13 @@ def stop_in_the_middle(folder, pace):
 
 @pytest.mark.parametrize("pace", PACES)
 def test_ranks_stop_after_the_same_batch_within_two_seconds_or_the_batch(tmp_path, pace):
-    ended = run_job(tmp_path, 2, stop_in_the_middle, tmp_path, PACES[pace])
-    assert [process.status for process in ended] == [0, 0], ended
-    assert "asked to stop" not in ended[1].errors  # only the main rank prints
-    rows, others = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1))
-    seconds = max(PACES[pace][-1][:2])
-    for (batches, (stopped, _, sent)), (_, (other, *_)) in zip(rows, others, strict=True):
-        assert stopped == other
+    ended = run_job(tmp_path, 3, stop_in_the_middle, tmp_path, PACES[pace])
+    assert [process.status for process in ended] == [0, 0, 0], ended
+    assert not any("asked to stop" in other.errors for other in ended[1:])  # only the main rank prints
+    rows, *others = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(3))
+    seconds = max(PACES[pace][-1][:3])
+    for (batches, (stopped, _, sent)), *rest in zip(rows, *others, strict=True):
+        assert all(other[1][0] == stopped for other in rest)
         if seconds > 0.5:
             assert stopped == batches
         else:
