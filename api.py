@@ -1,4 +1,4 @@
-"""Train, load and evaluate from Python, for example in a notebook; docs/python.md explains it.
+"""Train, load and evaluate from Python, for example in a notebook; docs/evaluation.md explains it.
 
     from resnet50_at_scale.api import evaluate, load, train  # in a checkout: from api import ...
 

@@ -14,7 +14,7 @@ from utils.config import list_blocks
 from utils.config.command_line import parse_arguments
 from utils.errors import ExpectedError
 
-NAMED_PAGES = ("README.md", "CONTRIBUTING.md", "results/README.md", "results/reference/README.md")
+NAMED_PAGES = ("README.md", "CONTRIBUTING.md", "tests/README.md", "results/README.md", "results/reference/README.md")
 PAGES = sorted([*(ROOT / name for name in NAMED_PAGES), *(ROOT / "docs").glob("**/*.md")])
 EVIDENCE = sorted({*(ROOT / "results").glob("**/*.md")} - {*PAGES})  # with commands of their time
 SCRIPTS = sorted(ROOT.glob("*.slr"))
@@ -143,15 +143,6 @@ def test_troubleshooting_has_the_exit_status_of_every_error():
     table = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8").partition("## Exit statuses")[2]
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ExpectedError)]
     assert {str(kind.exit_status) for kind in kinds} <= set(re.findall(r"^\| (\d+) \|", table, re.MULTILINE))
-
-
-def test_the_picture_of_the_packages_is_that_of_the_table():
-    page = (ROOT / "docs/architecture.md").read_text("utf-8")
-    arrows = {one: set(others.split(" & ")) for one, others in re.findall(r"^  (\w+) --> (.+)$", page, re.MULTILINE)}
-    table = dict(re.findall(r"^\| `utils/(\w+)/` \|.*\|([^|]*)\|$", page, re.MULTILINE))
-    imports = {one: set(re.findall(r"`(\w+)`", cell)) & table.keys() for one, cell in table.items()}
-    del arrows["main"]
-    assert arrows == {one: others for one, others in imports.items() if others}
 
 
 def test_searches_for_tags_find_each_of_them():

@@ -1,4 +1,4 @@
-"""tools.predict_scaling: the model against closed forms, the command, and the figures of docs/scaling.md."""
+"""tools.predict_scaling: the model against closed forms, the command, and the figures of forecasts.md."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from utils.config import load_config
 
 FREE = Cluster(8, math.inf, math.inf, 0, 0, 0, memory=math.inf, interference=0, noise=0, floor=0)
 STEP = Step(seconds=0.3, batch=64, buckets=[(10_000_000, 0.5), (10_000_000, 1.0)])
-PAGE = (ROOT / "docs/scaling.md").read_text("utf-8")
+PAGE = (ROOT / "results/reference/forecasts.md").read_text("utf-8")
 
 
 def test_expected_maximum_of_normals():
