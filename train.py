@@ -58,11 +58,12 @@ from utils.run.stragglers import StepWatch
 from utils.training.batches import TrainingBatches
 from utils.training.checks.dry_run import describe
 from utils.training.checks.start import check_network
-from utils.training.checks.verify_steps import Verifier
-from utils.training.learner import Learner, check_settings
+from utils.training.learner import Learner
 from utils.training.metrics.confusion import Confusion
+from utils.training.plan import check_ranks_agree, make_plan
 from utils.training.validation import Collector, compile_validation, validate
 from utils.user_code import user_file_digests
+from utils.verify.verifier import Verifier
 
 Metrics = dict[str, float]
 
@@ -81,7 +82,8 @@ class Trainer:
         fetch: bool = True,
     ) -> None:
         self.config, self.world, self.resume, clock = config, world, resume, clock or Clock()
-        check_settings(config, world)
+        plan = make_plan(config, world)
+        check_ranks_agree(config, plan, world)
         notes = [WARNINGS[config.parallel]] if config.parallel in WARNINGS else []
         notes += pin_near_gpu(world)
 
@@ -91,14 +93,14 @@ class Trainer:
 
         build = partial(build_model, image_side=data["shape"][-1])
         compile_timer = partial(clock.during, "compile")
-        learner = Learner(config, build, world, len(self.loaders.train), compile_timer=compile_timer)
+        learner = Learner(config, build, world, len(self.loaders.train), plan=plan, compile_timer=compile_timer)
         valid = self.loaders.valid.plan
-        compile_validation(learner, valid, world.device)
+        compile_validation(learner, valid)
         self.learner, self.verifier = learner, Verifier(learner, world) if config.verify_every_steps else None
         check_network(learner, config.model, data["shape"], map(len, valid.batches(0)))
         self.watch = StepWatch(learner.model, world, clock)
         mix, watch = BatchMix(config, self.loaders.train.plan), self.watch.batches
-        self.batches = TrainingBatches(config, self.loaders.train, mix, watch, learner.profiler, world.device)
+        self.batches = TrainingBatches(learner, self.loaders.train, mix, watch, world.device)
 
         views, decay = config.test_time_views, config.ema_decay
         measures = {"images": valid.num_samples, "test_time_views": views, "ema_decay": decay}
@@ -141,13 +143,14 @@ class Trainer:
         the description of the run stays as it is."""
         config, run, log, world = self.config, self.run, self.run.log, self.world
         environment = describe_environment(world.device, world.world_size)
+        environment["plan"] = self.learner.plan.describe()
         environment["own_code"] = user_file_digests(config.model, config.dataset, config.optimizer)
         if will_train:
             write_description(run.folder, config, run.name, environment)
             position = {"epoch": run.epoch, "batch": run.batch, "step": self.learner.steps}
             log.log_start(config, run.name, environment, run.resumed_from, **position)
         log.say(f"{config.model} on {environment['device']}, torch {torch.__version__}, {self.learner.precision}")
-        log.say(f"batch {self.learner.batch}; writes to {run.folder}")
+        log.say(f"{self.learner.plan}; writes to {run.folder}")
         if will_train:
             log.say("Starting Training Loop...")
 

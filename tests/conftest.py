@@ -28,9 +28,11 @@ from utils.config import Config, list_blocks, load_config
 from utils.config.command_line import parse_arguments
 from utils.data.datasets import dataset as datasets
 from utils.distributed.world import World
+from utils.kernels.norm_relu import FUSED
+from utils.kernels.use import use_kernels
 from utils.run.config import MEASURED
-from utils.training.kernels.norm_relu import FUSED
 from utils.training.learner import Learner
+from utils.training.plan import make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR100 = ROOT / "config/cifar100.yaml"
@@ -198,6 +200,18 @@ def read_records(folder: Path, kind: str = "") -> list[dict[str, Any]]:
 def without_times(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Remove what differs in every run."""
     return [{name: value for name, value in record.items() if name not in {"time", *MEASURED}} for record in records]
+
+
+def plan_on(config, device="cpu", **options):
+    """The plan of one process on a device, which need not be there."""
+    return make_plan(config, World(0, 0, 1, torch.device(device)), **options)
+
+
+def replace_layers(config, model, device="cpu"):
+    """Give `model` our layers as a run on this device does; return {kernel that it cannot use: reason}."""
+    plan = plan_on(config, device)
+    dtype = torch.float32 if plan.precision.level == "O0" else plan.precision.low_precision_dtype
+    return use_kernels(model, plan.kernels, config.stem_channels, dtype, torch.device(device))
 
 
 def is_fused(module: nn.Module) -> bool:

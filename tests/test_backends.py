@@ -5,10 +5,11 @@ import shutil
 import pytest
 import torch
 
+from tests.conftest import plan_on
 from tools.verify_resume import compare
 from train import Trainer
 from utils.distributed.world import World
-from utils.training.kernels.process import prepare_backends
+from utils.training.learner import prepare_backends
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +21,10 @@ def _as_before():
 
 
 def test_deterministic_logs_what_it_does_and_costs(tiny):
-    device = torch.device("cuda", 0)
-    assert not any("deterministic" in note for note in prepare_backends(tiny(), device))
-    (plain,) = prepare_backends(tiny(deterministic=True), device)
-    (both,) = prepare_backends(tiny(deterministic=True, enable_extra_opts=True), device)
+    config = tiny(deterministic=True, enable_extra_opts=True)
+    assert not plan_on(tiny(), "cuda").notes
+    [plain], [both] = plan_on(tiny(deterministic=True), "cuda").notes, plan_on(config, "cuda").notes
+    prepare_backends(config, plan_on(config, "cuda"))
     for note in (plain, both):
         assert note.startswith(
             "deterministic: every run on this machine gives the same bits; on a GPU steps take longer"

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.training.averages import RunningStatistics
-from utils.training.kernels.batch_norm import defer_batch_counters
+from utils.training.averages import RunningStatistics, defer_batch_counters
 
 
 class MixedNetwork(nn.Module):

@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import CIFAR100
+from tests.conftest import CIFAR100, plan_on
 from tests.processes import torchrun_variables
 from tools.bench import common, ladder, loaders, peers, scaling, training
 from tools.bench.__main__ import main
 from tools.bench.common import Trials, in_processes, measure
 from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, per_image, read_baseline
 from utils.config import Config
+from utils.distributed.world import World
 from utils.errors import ConfigError, DataError, ExpectedError
 from utils.training.batches import prefetch
-from utils.training.step import GRAPH_WARMUP_STEPS
+from utils.training.plan import GRAPH_WARMUP_STEPS, Plan
 
 SMALL = [f"--set={setting}" for setting in (
     "dataset=shapes", "num_classes=10", "model=resnet8", "device=cpu", "batch_size=16", "num_data_workers=1",
@@ -244,10 +245,9 @@ def counted(monkeypatch, name, function):
 
 
 def test_nothing_is_timed_before_a_graph_is_captured(tiny, one_rank, monkeypatch):
-    assert training.capture_steps(tiny("fastest"), torch.device("cuda")) == GRAPH_WARMUP_STEPS + 1
-    assert training.capture_steps(tiny("fastest"), one_rank.device) == 0
-    for module in (training, loaders):
-        monkeypatch.setattr(module, "capture_steps", lambda config, device: 5)
+    assert plan_on(tiny("fastest"), "cuda").capture_steps == GRAPH_WARMUP_STEPS + 1
+    assert plan_on(tiny("fastest")).capture_steps == 0
+    monkeypatch.setattr(Plan, "capture_steps", 5)
     steps = counted(monkeypatch, "utils.training.learner.Learner.train_step", lambda *_: None)
     rung = training.Rung(tiny(), 0, 1)
     assert len(steps) == 5
@@ -261,7 +261,7 @@ def test_measured_steps_get_their_batches_as_in_the_trainer(tiny, one_rank, monk
     step = training.OurStep(config, 0, 1)
     step()
     trial_of(config, one_rank, step.learner.train_step, batches=1, steps=1)()
-    assert [[(call[0], call[2]) for call in calls] for calls in feeding] == [[(config, one_rank.device)]] * 2
+    assert [[(call[0], call[2]) for call in calls] for calls in feeding] == [[(step.plan, one_rank.device)]] * 2
 
 
 # ---- peers
@@ -269,7 +269,7 @@ def test_measured_steps_get_their_batches_as_in_the_trainer(tiny, one_rank, monk
 
 def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny):
     names = ["this project", *OTHERS]
-    cpu, cuda = (peers.rows_of(tiny("fastest"), torch.device(kind)) for kind in ("cpu", "cuda"))
+    cpu, cuda = (peers.rows_of(tiny("fastest"), World(0, 0, 1, torch.device(kind))) for kind in ("cpu", "cuda"))
     assert list(cpu) == [*names, *(f"{name}, without keep_memory" for name in OTHERS)]
     assert sorted(cuda) == sorted([*names, "this project, without enable_cuda_graphs"])
     build, config = cuda["this project, without enable_cuda_graphs"]

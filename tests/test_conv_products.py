@@ -5,14 +5,12 @@ import torch
 from torch import nn
 
 from models import build_model
+from tests.conftest import replace_layers
 from utils.errors import ConfigError
-from utils.training.kernels import weight_products
-from utils.training.kernels.use import use_kernels
-from utils.training.kernels.weight_products import ProductConv2d, weight_gradient
-from utils.training.precision import Precision
+from utils.kernels import weight_products
+from utils.kernels.weight_products import ProductConv2d, weight_gradient
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-FLOAT32, BF16 = Precision("cpu"), Precision("cpu", level="O1")
+BF16 = {"enable_amp": True, "amp_dtype": "bf16"}
 ON = {"cpu_kernels": ["weight_products"], "enable_nhwc": True}
 
 
@@ -78,20 +76,20 @@ def test_bf16_is_within_rounding_of_float32():
 def test_layers_it_replaces(tiny, monkeypatch):
     """In ResNet50, 38 of 53 convolutions have over 128 x 128 channels, 24 over 256 x 256, the minimum in bf16."""
 
-    def found(precision=FLOAT32, device=CPU, **changes):
+    def found(device="cpu", **changes):
         with torch.device("meta"):
             model = build_model(tiny(model="resnet50"))
-        use_kernels(tiny(**ON | changes), model, precision, device)
+        replace_layers(tiny(**ON | changes), model, device)
         return sum(isinstance(module, ProductConv2d) for module in model.modules())
 
-    monkeypatch.setattr("utils.training.kernels.use.has_bf16_kernels", lambda: False)
-    assert (found(), found(BF16), found(device=CUDA)) == (38, 24, 0)
-    monkeypatch.setattr("utils.training.kernels.use.use_winograd", lambda model: None)
+    monkeypatch.setattr("utils.training.plan.has_bf16_kernels", lambda: False)
+    assert (found(), found(**BF16), found(device="cuda")) == (38, 24, 0)
+    monkeypatch.setattr("utils.kernels.use.use_winograd", lambda model: None)
     auto = {"cpu_kernels": "auto"}
-    assert (found(**auto), found(BF16, **auto), found(device=CUDA, **auto)) == (38, 0, 0)
+    assert (found(**auto), found(**BF16, **auto), found(device="cuda", **auto)) == (38, 0, 0)
     assert not found(**auto, enable_nhwc=False) and not found(**auto, enable_compile=True)
-    monkeypatch.setattr("utils.training.kernels.use.has_bf16_kernels", lambda: True)
-    assert found(BF16, **auto) == 24
+    monkeypatch.setattr("utils.training.plan.has_bf16_kernels", lambda: True)
+    assert found(**BF16, **auto) == 24
 
 
 def test_a_network_without_fitting_layers_is_an_error(tiny, monkeypatch):
@@ -101,7 +99,7 @@ def test_a_network_without_fitting_layers_is_an_error(tiny, monkeypatch):
         nn.Conv2d(16, 16, 3, padding="same"), nn.Conv2d(16, 16, 3, padding=1, padding_mode="circular"),
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"cpu_kernels \[weight_products\]: the network has no convolution"):
-        use_kernels(tiny(**ON), others, FLOAT32, CPU)
+        replace_layers(tiny(**ON), others)
     fitting = nn.Sequential(nn.Conv2d(16, 16, 3), *others)
-    assert use_kernels(tiny(**ON), fitting, FLOAT32, CPU) == []
+    assert replace_layers(tiny(**ON), fitting) == {}
     assert [type(layer) for layer in fitting] == [ProductConv2d] + [nn.Conv2d] * len(others)

@@ -7,18 +7,17 @@ import torch
 from torch import nn
 
 from models import build_model
+from tests.conftest import replace_layers
 from utils.errors import ConfigError
-from utils.training.kernels import use, winograd
-from utils.training.kernels.build import build, missing_compiler
-from utils.training.kernels.use import use_kernels
-from utils.training.kernels.winograd import WinogradConv2d
-from utils.training.precision import Precision
+from utils.kernels import winograd
+from utils.kernels.build import build
+from utils.kernels.winograd import WinogradConv2d
+from utils.program import missing_compiler
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-FLOAT32, BF16 = Precision("cpu"), Precision("cpu", level="O1")
+BF16 = {"enable_amp": True, "amp_dtype": "bf16"}
 ON = {"cpu_kernels": ["winograd"], "enable_nhwc": True}
 
-pytestmark = pytest.mark.skipif(bool(missing_compiler(CPU)), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(bool(missing_compiler(gpu=False)), reason="no C++ compiler")
 SHAPES = pytest.mark.parametrize(("height", "width"), [(3, 3), (4, 4), (6, 6), (8, 8), (9, 7), (12, 13)])
 
 
@@ -138,23 +137,23 @@ def test_layers_it_replaces(tiny, monkeypatch):
     """13 of ResNet50's 16 3x3 convolutions have stride 1, and weight_products takes the other layers; resnet9's first
     convolution has 3 channels."""
 
-    def found(precision=FLOAT32, device=CPU, **changes):
+    def found(device="cpu", **changes):
         model = build_model(tiny(**ON | {"model": "resnet9", "width": 2} | changes))
-        use_kernels(tiny(**ON | changes), model, precision, device)
+        replace_layers(tiny(**ON | changes), model, device)
         return kinds(model)["WinogradConv2d"], kinds(model)["ProductConv2d"]
 
     auto = {"cpu_kernels": "auto"}
     assert found(**auto, model="resnet50", width=1) == (13, 31)
     assert found() == (7, 0) and found(**auto)[0] == 7
     assert found(width=1)[0] == 6, "16 x 32 channels are too few"
-    monkeypatch.setattr(use, "has_bf16_kernels", lambda: True)
-    assert found(BF16, **auto)[0] == 7
-    monkeypatch.setattr(use, "has_bf16_kernels", lambda: False)
-    assert found(BF16, **auto)[0] == 0, "slow without bf16 instructions"
-    assert found(BF16)[0] == 7
+    monkeypatch.setattr("utils.training.plan.has_bf16_kernels", lambda: True)
+    assert found(**BF16, **auto)[0] == 7
+    monkeypatch.setattr("utils.training.plan.has_bf16_kernels", lambda: False)
+    assert found(**BF16, **auto)[0] == 0, "slow without bf16 instructions"
+    assert found(**BF16)[0] == 7
     for changes in ({"cpu_kernels": False}, auto | {"enable_nhwc": False}, auto | {"enable_compile": True}):
         assert found(**changes) == (0, 0)
-    assert found(device=CUDA, **auto) == found(device=CUDA) == (0, 0)
+    assert found(device="cuda", **auto) == found(device="cuda") == (0, 0)
 
 
 def test_a_network_without_fitting_layers_or_a_missing_compiler_is_an_error(tiny, monkeypatch):
@@ -167,9 +166,9 @@ def test_a_network_without_fitting_layers_or_a_missing_compiler_is_an_error(tiny
         nn.Conv2d(64, 64, 3, padding="same"), nn.Conv2d(16, 48, 3, padding=1),
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"cpu_kernels \[winograd\]: the network has no 3x3 convolution with stride"):
-        use_kernels(on, others, FLOAT32, CPU)
-    assert "has no 3x3" in use_kernels(auto, others, FLOAT32, CPU)[0] and not kinds(others)["WinogradConv2d"]
+        replace_layers(on, others)
+    assert "has no 3x3" in replace_layers(auto, others)["winograd"] and not kinds(others)["WinogradConv2d"]
     monkeypatch.setenv("CXX", "no-such-compiler")
     build.cache_clear()  # another test may have built them
     with pytest.raises(ConfigError, match=r"cpu_kernels \[winograd\] needs .*no-such-compiler is not found"):
-        use_kernels(on, build_model(on), FLOAT32, CPU)
+        replace_layers(on, build_model(on))

@@ -19,7 +19,7 @@ import utils.distributed.ranks
 import utils.distributed.world
 import utils.training.batches
 from models import build_model
-from tests.conftest import read_records, tiny_config
+from tests.conftest import plan_on, read_records, tiny_config
 from tests.processes import complaints, run_job
 from utils.config.command_line import Arguments
 from utils.data.loader import AugmentedImages, DeviceLoader
@@ -31,7 +31,6 @@ from utils.errors import ConfigError
 from utils.run.checkpoint.io import newest_good
 from utils.run.logging.logger import RunLogger
 from utils.training.optimizers.build import set_learning_rate
-from utils.training.step import compiles
 
 BATCH = 24  # 1, 2, 3 and 4 ranks share it evenly
 
@@ -345,7 +344,7 @@ def test_dataparallel_refuses_settings_that_need_one_gpu():
     for allowed in ({"enable_amp": True}, {"opt_level": "O1"}, bf16 | {"opt_level": "O2"}):
         configuration(parallel="dataparallel", **allowed)
     automatic = {"enable_cuda_graphs": "auto", "enable_compile": "auto", "enable_extra_opts": True}
-    assert not compiles(configuration(parallel="dataparallel", **automatic), torch.device("cuda", 0))
+    assert not plan_on(configuration(parallel="dataparallel", **automatic), "cuda").compiled
 
 
 @pytest.mark.parametrize(("ranks", "enabled", "kind"), [(2, False, nn.BatchNorm2d), (1, True, nn.BatchNorm2d),

@@ -20,7 +20,8 @@ from utils.training.batches import prefetch, resize
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import build_optimizer, set_learning_rate
 from utils.training.optimizers.muon import ADAMW_RMS, orthogonalise
-from utils.training.step import GRAPH_WARMUP_STEPS, GraphedStep
+from utils.training.plan import GRAPH_WARMUP_STEPS
+from utils.training.step import GraphedStep
 
 pytestmark = pytest.mark.gpu
 
@@ -172,10 +173,11 @@ def test_an_overflow_in_the_first_fused_step_leaves_no_trace(tiny, gpu, graphs):
 
 def test_prefetched_batches_are_the_same(tiny, gpu):
     config = on_gpu(tiny, enable_prefetch=True, limit_train_batches=20)
-    loader = Trainer(config, gpu).loaders.train
+    trainer = Trainer(config, gpu)
+    loader, plan = trainer.loaders.train, trainer.learner.plan
     loader.set_epoch(0)
     expected = [(images.clone(), labels.clone()) for images, labels in loader]
-    for (images, labels), (seen, seen_labels) in zip(expected, prefetch(config, iter(loader), gpu.device), strict=True):
+    for (images, labels), (seen, seen_labels) in zip(expected, prefetch(plan, iter(loader), gpu.device), strict=True):
         torch.mm(*torch.randn(2, 2048, 2048, device=gpu.device))  # the step during which the next batch is prepared
         assert torch.equal(images, seen) and torch.equal(labels, seen_labels)
 

@@ -15,7 +15,7 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 
-from tests.conftest import CLASSES, ROOT, TINY, read_records
+from tests.conftest import CLASSES, ROOT, TINY, plan_on, read_records
 from tests.fake_cuda import golden_steps, runtime
 from train import Trainer
 from utils.config import Config, list_blocks, load_config
@@ -24,8 +24,7 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, Stopped
 from utils.training import step
 from utils.training.config import OptimizerConfig, PrecisionConfig, RecipeConfig, SpeedConfig
-from utils.training.precision import choose_precision
-from utils.training.step import GraphedStep, check_graphs, wants_graphs
+from utils.training.step import GraphedStep
 
 pytestmark = pytest.mark.gpu
 
@@ -64,21 +63,21 @@ def check_resume(config, folder, monkeypatch):
     """Train and validate with and without a stop; both must be bitwise equal. The host must wait in a step only for a
     scaled loss without the fused update."""
     monkeypatch.setattr(step, "GRAPH_WARMUP_STEPS", WARMUP)
-    graphed = wants_graphs(config, GPU)
-    changes = {"limit_train_batches": (GRAPHED_STEPS if graphed else STEPS) // config.max_epochs}
+    plan = plan_on(config, "cuda")
+    changes = {"limit_train_batches": (GRAPHED_STEPS if plan.graphed else STEPS) // config.max_epochs}
     if not runtime.is_active():  # a GPU promises equal bits only with it
         changes["deterministic"] = True
     config = Config(**config.model_dump() | changes)
     whole, waits = train(config, folder / "whole")
     learner = whole.learner
-    waiting = choose_precision(config, GPU).loss_scale is not None and not config.extra_opt("fused_optimizer")
+    waiting = plan.precision.loss_scale is not None and not config.extra_opt("fused_optimizer")
     assert bool(waits) is (runtime.is_active() and waiting), waits
     train(config, folder / "stopped", STOP_AFTER)
     resumed, _ = train(config, folder / "stopped")
     for trainer in (whole, resumed):
         assert trainer.learner.steps == changes["limit_train_batches"] * config.max_epochs
         captured = isinstance(trainer.learner.step, GraphedStep) and trainer.learner.step.captured
-        assert captured is graphed
+        assert captured is plan.graphed
     torch.testing.assert_close(resumed.learner.state_dict(), learner.state_dict(), rtol=0, atol=0)
     assert read_epochs(folder / "stopped") == read_epochs(folder / "whole")
     assert resumed.run.best == whole.run.best
@@ -177,7 +176,7 @@ def configure(row):
     changes = {key: CHOSEN[key][number] for key, number in row.items()}
     sizes = changes.pop("progressive", {})
     config = Config(**TINY | changes | sizes | RUN)
-    check_graphs(config, choose_precision(config, GPU), GPU)
+    plan_on(config, "cuda")
     return config
 
 

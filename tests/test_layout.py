@@ -140,13 +140,14 @@ def test_every_name_in_tools_is_a_command_and_other_packages_have_at_most_twelve
     names = {path.stem for path in (ROOT / "tools").iterdir()} - others
     commands = runpy.run_path(str(ROOT / "__main__.py"))["COMMANDS"].values()
     assert {module for module, _ in commands} == {"train"} | {f"tools.{name}" for name in names}
-    packages = {path.parent for path in FILES if path.name == "__init__.py"} - {ROOT / "tools", ROOT / "tools/bench"}
+    packages = {path.parent for path in FILES if path.name == "__init__.py"}
+    packages -= {ROOT / "tools", ROOT / "tools/bench", ROOT / "utils"}
     entries = {package: {path.stem for path in package.iterdir()} - {"__init__", "__pycache__"} for package in packages}
     assert {str(package.relative_to(ROOT)): len(names) for package, names in entries.items() if len(names) > 12} == {}
 
 
 # Lines at most, a promise: new code pays with deleted code (CONTRIBUTING.md). Lower a number when code has gone.
-SIZES = {"product": 15_450, "tests": 19_070, "docs": 2_510}
+SIZES = {"product": 15_150, "tests": 17_050, "docs": 2_000}
 PACKAGES_OF_THE_PRODUCT = {
     "models": 300,
     "tools/bench": 1_270,
@@ -156,8 +157,9 @@ PACKAGES_OF_THE_PRODUCT = {
     "utils/data": 2_125,
     "utils/distributed": 895,
     "utils/run": 1_865,
-    "utils/training/kernels": 1_510,
-    "utils/training": 3_900,
+    "utils/kernels": 1_370,
+    "utils/training": 2_200,
+    "utils/verify": 320,
 }
 
 

@@ -13,11 +13,11 @@ from tests.conftest import read_records
 from train import Trainer
 from utils.distributed.world import World
 from utils.errors import ConfigError
+from utils.kernels.stem import pad_stem
 from utils.run import meters
 from utils.run.config import MEASURED
 from utils.run.logging.environment import device_name
 from utils.run.meters import count_devices, read_gpu, read_joules
-from utils.training.kernels.stem import pad_stem
 from utils.training.metrics.flops import flops_per_image, published_peak, read_peak
 
 GPU = torch.device("cuda", 0)

@@ -13,17 +13,15 @@ from torchvision.models import resnet18
 from torchvision.models.resnet import BasicBlock
 
 from models import build_model
-from tests.conftest import ROOT, is_fused
+from tests.conftest import ROOT, is_fused, plan_on, replace_layers
 from utils.errors import ConfigError
-from utils.training.kernels import norm_relu as fusion
-from utils.training.kernels.build import missing_compiler
-from utils.training.kernels.norm_relu import norm_relu, norm_relu_backward, normalise
-from utils.training.kernels.use import use_kernels
-from utils.training.precision import Precision, choose_precision
+from utils.kernels import norm_relu as fusion
+from utils.kernels.norm_relu import norm_relu, norm_relu_backward, normalise
+from utils.program import missing_compiler
 
-CPU, FLOAT32 = torch.device("cpu"), Precision("cpu")
+CPU = torch.device("cpu")
 ON = {"fuse_norm_relu": True, "enable_nhwc": True}
-needs_compiler = pytest.mark.skipif(bool(missing_compiler(CPU)), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(bool(missing_compiler(gpu=False)), reason="no C++ compiler")
 
 
 def make_inputs(shape, dtype=torch.float32):
@@ -142,7 +140,7 @@ def test_each_network_keeps_its_names_and_its_outputs(tiny, fused_calls, model, 
     if model == "vgg16_bn":
         expected = expected.features
     found = copy.deepcopy(expected)
-    assert not use_kernels(tiny(**ON), found, FLOAT32, CPU)
+    assert not replace_layers(tiny(**ON), found)
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(found(images), expected(images)) and len(fused_calls) == layers
     assert list(found.state_dict()) == list(expected.state_dict())
@@ -191,7 +189,7 @@ def test_a_network_that_is_not_called_as_a_whole_stays_the_same_function(tiny, f
     decides no sign before a ReLU."""
     x, slopes = make_inputs((4, 32, 8, 8), torch.float64)[:2]
     networks = copy.deepcopy(network), copy.deepcopy(network)
-    use_kernels(tiny(enable_nhwc=True, fuse_norm_relu="auto", cpu_kernels="auto"), networks[1], FLOAT32, CPU)
+    replace_layers(tiny(enable_nhwc=True, fuse_norm_relu="auto", cpu_kernels="auto"), networks[1])
     assert any(type(module).__module__.startswith("utils.") or is_fused(module) for module in networks[1].modules())
     for training in (True, False):
         found = []
@@ -209,37 +207,36 @@ def test_only_pytorchs_own_layers_are_fused(tiny):
     """And without any, true is an error; auto says so and does not change the network."""
     half = {"opt_level": "O3", "amp_dtype": "bf16"}
     without = nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.BatchNorm2d(3), nn.GELU())
-    for network, changes, message in (
-        (without, {}, "has no BatchNorm2d before ReLU that can be fused; use false"),
-        (build_model(tiny()), half, "needs BatchNorm in float32 on a CPU"),
-    ):
-        precision = choose_precision(tiny(**changes), CPU)
-        with pytest.raises(ConfigError, match=message):
-            use_kernels(tiny(**ON | changes), network, precision, CPU)
-        [note] = use_kernels(tiny(**ON | changes | {"fuse_norm_relu": "auto"}), network, precision, CPU)
-        assert message in note and not any(map(is_fused, network.modules()))
+    auto, message = tiny(**ON | {"fuse_norm_relu": "auto"}), "has no BatchNorm2d before ReLU that can be fused"
+    with pytest.raises(ConfigError, match=message):
+        replace_layers(tiny(**ON), without)
+    [note] = replace_layers(auto, without).values()
+    assert message in note and not any(map(is_fused, without.modules()))
+    with pytest.raises(ConfigError, match="needs BatchNorm in float32 on a CPU"):
+        plan_on(tiny(**ON | half))
+    assert not plan_on(tiny(**ON | half | {"fuse_norm_relu": "auto"})).kernels
 
 
 @needs_compiler
 def test_auto_fuses_eager_steps_over_nhwc_on_a_cpu(tiny, monkeypatch):
     def fuses(device, **changes):
         model = build_model(tiny())
-        use_kernels(tiny(**ON | {"fuse_norm_relu": "auto"} | changes), model, FLOAT32, device)
+        replace_layers(tiny(**ON | {"fuse_norm_relu": "auto"} | changes), model, device)
         return any(map(is_fused, model.modules()))
 
-    assert fuses(CPU) and not fuses(CPU, fuse_norm_relu=False) and not fuses(torch.device("cuda", 0))
+    assert fuses("cpu") and not fuses("cpu", fuse_norm_relu=False) and not fuses("cuda")
     assert not any(
-        fuses(CPU, **{key: key != "enable_nhwc"}) for key in ("enable_nhwc", "enable_compile", "enable_sync_bn")
+        fuses("cpu", **{key: key != "enable_nhwc"}) for key in ("enable_nhwc", "enable_compile", "enable_sync_bn")
     )
-    monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
+    monkeypatch.setattr("utils.training.plan.missing_compiler", lambda gpu: "")
     with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
-        fuses(torch.device("cuda", 0), fuse_norm_relu=True, enable_compile="auto")
+        fuses("cuda", fuse_norm_relu=True, enable_compile="auto")
 
 
 def check_kernels(device):
     """The Triton kernels equal the CPU's: in float32 within the rounding of sums, in bf16 within 2 units in the last of
     8 bits. Where rounding decides the sign before ReLU, gradients may differ: in at most 1 of 1000."""
-    from utils.training.kernels import triton_kernels
+    from utils.kernels import triton_kernels
 
     for shape in ((3, 5, 4, 4), (4, 70, 9, 9)):
         for added, dtype in itertools.product((False, True), (torch.float32, torch.bfloat16)):
@@ -272,7 +269,7 @@ def test_the_triton_kernels_compile_for_an_h100_without_one(tmp_path, monkeypatc
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from utils.training.kernels import triton_kernels as kernels
+    from utils.kernels import triton_kernels as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     maps, numbers = ("x", "shortcut", "out", "gradient", "passed", "grad_x"), ("momentum", "eps")

@@ -155,15 +155,14 @@ def train(optimizer, parameter, gradients, scaler=None):
     "changes", [{}, {"nesterov": True}, {"optimizer": "adamw"}, {"optimizer": "adamw", "weight_decay_bn_bias": False}]
 )
 def test_sgd_and_adamw_equal_pytorchs(tiny, changes, fused):
-    options = ["fused_optimizer"] if fused else False
-    config = tiny(lr=0.03, momentum=0.8, weight_decay=0.3, enable_extra_opts=options, **changes)
+    config = tiny(lr=0.03, momentum=0.8, weight_decay=0.3, **changes)
     both = [[nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))] for _ in range(2)]
     groups = [{"params": both[1][:1]}, {"params": both[1][1:], "weight_decay": 0.3 * config.weight_decay_bn_bias}]
     if config.optimizer == "adamw":
         reference = torch.optim.AdamW(groups, lr=0.03, betas=(0.8, 0.999), weight_decay=0.3)
     else:
         reference = torch.optim.SGD(groups, lr=0.03, momentum=0.8, weight_decay=0.3, nesterov=config.nesterov)
-    optimizers = build_optimizer(config, both[0]), reference
+    optimizers = build_optimizer(config, both[0], fused=fused), reference
     for _ in range(5):
         for pair in zip(*both, strict=True):
             gradient = torch.randn(pair[0].shape)
@@ -185,7 +184,7 @@ def test_half_weights_are_not_fused_on_a_cpu(tiny, one_rank):
 def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):
     """PyTorch's fused kernel would leave the momentum unwritten; deterministic mode fills such memory with NaN."""
     parameter = nn.Parameter(torch.ones(50))
-    optimizer = build_optimizer(tiny(enable_extra_opts=True), nn.ParameterList([parameter]))
+    optimizer = build_optimizer(tiny(), nn.ParameterList([parameter]), fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))  # creates the scaler's state
     overflow, gradient = torch.full((50,), math.inf), torch.full((50,), 2.0)
@@ -220,7 +219,7 @@ def test_a_restored_optimizer_updates_in_the_new_memory_format(tiny, changes):
         before = build_optimizer(tiny(**changes), [old])
         train(before, old, [first])
         new = nn.Parameter(old.detach().to(memory_format=torch.channels_last))
-        after = build_optimizer(tiny(**changes | {"momentum": 0.9, "enable_extra_opts": fused}), [new])
+        after = build_optimizer(tiny(**changes | {"momentum": 0.9}), [new], fused=fused)
         load_optimizer(after, before.state_dict())
         moments = [value for name, value in after.state[new].items() if name != "step" and value is not None]
         assert not fused or all(value.is_contiguous(memory_format=torch.channels_last) for value in moments)

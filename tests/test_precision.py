@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import read_records, run
+from tests.conftest import plan_on, read_records, run
 from train import Trainer
 from utils.errors import ConfigError
 from utils.run.checkpoint.io import read_checkpoint
 from utils.training import precision as precision_module
-from utils.training.kernels.process import prepare_backends
+from utils.training.learner import prepare_backends
 from utils.training.optimizers.build import build_optimizer
 from utils.training.precision import LossScaler, MasterWeights, Precision, choose_precision
-from utils.training.step import check_graphs
 
 
 def network():
@@ -106,17 +105,17 @@ O3 = {"opt_level": "O3", "amp_dtype": "fp16"}
 def test_what_a_gpu_cannot_train_in_is_refused(tiny, changes, message):
     config = tiny(**changes)
     with pytest.raises(ConfigError, match=message):
-        check_graphs(config, choose_precision(config, CUDA), CUDA)
-    config = tiny(**changes | {"amp_dtype": "bf16", "loss_scale": None})
-    check_graphs(config, choose_precision(config, CUDA), CUDA)
+        plan_on(config, "cuda")
+    plan_on(tiny(**changes | {"amp_dtype": "bf16", "loss_scale": None}), "cuda")
 
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_enable_tf32_sets_the_backends(tiny, enabled):
-    notes = prepare_backends(tiny(enable_tf32=enabled), CPU)
+    config = tiny(enable_tf32=enabled)
+    prepare_backends(config, plan_on(config))
     assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == enabled
-    assert notes == (["enable_tf32: no effect on a CPU"] if enabled else [])
-    prepare_backends(tiny(), CPU)
+    assert plan_on(config).notes == (("enable_tf32: no effect on a CPU",) if enabled else ())
+    prepare_backends(tiny(), plan_on(tiny()))
 
 
 @pytest.mark.parametrize(("level", "batchnorm"), [("O2", True), ("O2", False), ("O3", True), ("O3", False)])

@@ -8,7 +8,7 @@ from torch import nn
 
 from models import build_model
 from utils.errors import ConfigError
-from utils.training.kernels.stem import ChannelPaddedConv2d, pad_stem
+from utils.kernels.stem import ChannelPaddedConv2d, pad_stem
 
 
 def outputs_and_gradients(model, images):

@@ -11,22 +11,21 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conftest import RECIPE, ROOT, Small, check_equal_training, is_fused
+from tests.conftest import RECIPE, ROOT, Small, check_equal_training, is_fused, plan_on
 from tools.bench.training import build_measured
 from train import Trainer
 from utils.distributed.ddp import wrap_in_ddp
 from utils.errors import ConfigError
+from utils.kernels import weight_products
+from utils.kernels.stem import ChannelPaddedConv2d
+from utils.kernels.weight_products import ProductConv2d
+from utils.kernels.winograd import WinogradConv2d
+from utils.program import missing_compiler
 from utils.run.logging.logger import RunLogger
-from utils.training.kernels import weight_products
-from utils.training.kernels.build import missing_compiler
-from utils.training.kernels.stem import ChannelPaddedConv2d
-from utils.training.kernels.weight_products import ProductConv2d
-from utils.training.kernels.winograd import WinogradConv2d
 from utils.training.metrics.flops import flops_per_image
 from utils.training.optimizers.build import build_optimizer, set_learning_rate
-from utils.training.step import compiles, wants_graphs
 
-HAS_COMPILER = not missing_compiler(torch.device("cpu"))
+HAS_COMPILER = not missing_compiler(gpu=False)
 COMPILED_KERNELS = {
     "fused norm": {"fuse_norm_relu": True, "enable_nhwc": True},
     "conv winograd": {"cpu_kernels": ["winograd"], "enable_nhwc": True},
@@ -51,7 +50,7 @@ SWITCHES = {
 def kernels_in_small_networks(monkeypatch):
     for name in (torch.float32, torch.bfloat16):
         monkeypatch.setitem(weight_products.MIN_CHANNEL_PAIRS, name, 200)
-    monkeypatch.setattr("utils.training.kernels.winograd.MIN_CHANNEL_PAIRS", 200)
+    monkeypatch.setattr("utils.kernels.winograd.MIN_CHANNEL_PAIRS", 200)
 
 
 OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # names in SWITCHES
@@ -102,13 +101,13 @@ def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, on
 
 def test_compile_without_a_compiler_is_refused(tiny, one_rank, monkeypatch):
     """auto compiles for CUDA where a compiler is found; a CPU gains nothing."""
-    auto, cuda = tiny(enable_compile="auto"), torch.device("cuda", 0)
-    assert compiles(auto, cuda) is (not missing_compiler(cuda)) and not compiles(auto, one_rank.device)
+    auto = tiny(enable_compile="auto")
+    assert plan_on(auto, "cuda").compiled is (not missing_compiler(gpu=True)) and not plan_on(auto).compiled
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"enable_compile needs a C\+\+ compiler, but no-such-compiler is not found"):
         Trainer(tiny(enable_compile=True), one_rank)
-    assert not compiles(auto, cuda)
-    monkeypatch.setattr("utils.training.step.missing_compiler", lambda device: "")
+    assert not plan_on(auto, "cuda").compiled
+    monkeypatch.setattr("utils.training.plan.missing_compiler", lambda gpu: "")
     assert any(
         "compiled: the first step" in note for note in Trainer(tiny(enable_compile=True), one_rank).run.log.waiting
     )
@@ -231,8 +230,9 @@ def test_kept_memory_is_not_faulted_in_again():
     program = """
 import resource, sys, torch
 from tests.conftest import tiny_config
-from utils.training.kernels.process import prepare_backends
-prepare_backends(tiny_config(cpu_kernels=sys.argv[1:] or False), torch.device("cpu"))
+from utils.training.learner import prepare_backends
+config = tiny_config(cpu_kernels=sys.argv[1:] or False)
+prepare_backends(config, plan_on(config))
 torch.ones(16_000_000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(10):
@@ -249,7 +249,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_fastest_uses_what_the_device_supports(tiny, one_rank, has_bf16, monkeypatch):
-    for module in ("precision", "kernels.use"):
+    for module in ("precision", "plan"):
         monkeypatch.setattr(f"utils.training.{module}.has_bf16_kernels", lambda: has_bf16)
     config = tiny("fastest")
     learner = Trainer(config, one_rank).learner
@@ -258,6 +258,5 @@ def test_fastest_uses_what_the_device_supports(tiny, one_rank, has_bf16, monkeyp
     kinds = {type(module).__name__ for module in learner.model.modules()}
     fused = any(map(is_fused, learner.model.modules()))
     assert "ProductConv2d" in kinds and fused == ("WinogradConv2d" in kinds) == HAS_COMPILER
-    assert not wants_graphs(config, one_rank.device)
-    assert wants_graphs(config, torch.device("cuda", 0))
-    assert not wants_graphs(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), torch.device("cuda", 0))
+    assert not learner.plan.graphed and plan_on(config, "cuda").graphed
+    assert not plan_on(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), "cuda").graphed

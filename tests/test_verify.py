@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.conftest import RECIPE, TINY, as_options, tiny_config
+from tests.conftest import RECIPE, TINY, as_options, plan_on, tiny_config
 from tests.faults import inject
 from tests.faults.inject import Flip, build_tiny, flip_bit, plan_flip, random_batches, run_campaign
 from tests.processes import complaints, run_job
@@ -15,10 +15,9 @@ from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, CorruptionError
 from utils.run.checkpoint.io import newest_good
-from utils.training.checks.fingerprints import CHUNK, fingerprint
-from utils.training.checks.step_state import own_tensors, shared_tensors
-from utils.training.checks.verify_steps import FIRST_STEPS, Evidence, describe_fault, is_due
-from utils.training.learner import check_settings
+from utils.verify.fingerprints import CHUNK, fingerprint
+from utils.verify.step_state import own_tensors, shared_tensors
+from utils.verify.verifier import FIRST_STEPS, Evidence, describe_fault, is_due
 
 MODES = {
     "plain": {},
@@ -110,10 +109,9 @@ def test_checked_steps_give_the_same_result_as_unchecked_ones(tiny, one_rank, ch
 
 
 def test_a_gpu_must_be_deterministic(tiny):
-    gpu = World(0, 0, 1, torch.device("cuda", 0))
     with pytest.raises(ConfigError, match="needs deterministic true"):
-        check_settings(tiny(verify_every_steps=3), gpu)
-    check_settings(tiny(verify_every_steps=3, deterministic=True), gpu)
+        plan_on(tiny(verify_every_steps=3), "cuda")
+    plan_on(tiny(verify_every_steps=3, deterministic=True), "cuda")
 
 
 @pytest.mark.parametrize("name", ["accumulation, adamw", "fused, O2, scaled"])

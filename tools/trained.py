@@ -31,6 +31,7 @@ from utils.run.checkpoint.fit import check_tensors_fit
 from utils.run.checkpoint.io import newest_good
 from utils.run.run import merge_buffers
 from utils.training.learner import Classifier
+from utils.training.plan import make_plan
 
 RUNS_DATA = "--set data_path=PATH names the run's data"
 
@@ -107,8 +108,9 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
 
 def load_classifier(trained: Trained, world: World) -> Classifier:
     """Return the network as it was validated: weights or their average, precision, memory format."""
-    config = trained.config.model_copy(update={"fuse_norm_relu": False})  # only training is fused
-    classifier = Classifier(config, partial(build_model, image_side=trained.image_shape[-1]), world)
+    plan = make_plan(trained.config, world, training=False)
+    build = partial(build_model, image_side=trained.image_shape[-1])
+    classifier = Classifier(trained.config, build, world, plan)
     check_tensors_fit(trained.path, trained.state, classifier.model.state_dict())
     classifier.load_network(trained.state)
     merge_buffers(classifier, trained.state["ranks"])

@@ -1,10 +1,13 @@
-"""The code's folder, the commands that start its programs, from a checkout or installed, and this process's end."""
+"""The code's folder, the commands that start its programs, from a checkout or installed; the compiler that a machine
+lacks."""
 
 import argparse
 import ctypes
 import os
 import re
+import shutil
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,24 @@ def module_command(name: str) -> list[str]:
 def end_with_parent(number: int) -> None:
     """Have the kernel send this process the signal `number` when its parent ends, even if that is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def missing_compiler(*, gpu: bool) -> str:
+    """Name the tool that torch.compile needs for a GPU or CPU and does not find, with the remedy; empty if none.
+
+    Inductor's CPU kernels and Triton's launchers are built as Python modules.
+    """
+    cpp = os.environ.get("CXX", "g++")
+    if shutil.which(cpp) is None:
+        return f"a C++ compiler, but {cpp} is not found; install one, name yours in the environment variable CXX"
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    if not header.exists():
+        return f"Python's headers, but {header} is not found; install python3-dev"
+    c_compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if gpu and not any(map(shutil.which, c_compilers)):
+        named = " or ".join(c_compilers)
+        return f"a C compiler too, but {named} is not found; install one, name yours in the environment variable CC"
+    return ""
 
 
 class Parser(argparse.ArgumentParser):

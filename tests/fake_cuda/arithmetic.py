@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tests.fake_cuda import runtime, sync_batch_norm
-from utils.training.kernels.norm_relu import norm_relu, norm_relu_backward
+from utils.kernels.norm_relu import norm_relu, norm_relu_backward
 
 aten = torch.ops.aten
 NORM_RELU, NORM_RELU_BACKWARD = (kernel._opoverload for kernel in (norm_relu, norm_relu_backward))

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import train
+from tests.conftest import plan_on
 from tests.fake_cuda import runtime
 from tests.fake_cuda.arithmetic import Arithmetic
 from tests.fake_cuda.build import build, variables
@@ -27,8 +28,6 @@ from utils.data import build as data
 from utils.distributed.world import World
 from utils.run.logging.logger import RunLogger
 from utils.training import learner
-from utils.training.precision import choose_precision
-from utils.training.step import GRAPH_WARMUP_STEPS, compiles, wants_graphs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TABLE = Path(__file__).with_suffix(".txt")
@@ -65,7 +64,7 @@ def as_counted(config):
     replaced = {}
     if config.data_loader == "dali":
         replaced["data_loader"] = "synthetic"
-    if compiles(config, torch.device("cuda")):
+    if plan_on(config, "cuda").compiled:
         replaced["model"] = "resnet8"  # a large one takes minutes to compile
         changes["zero_init_residual"] = False  # which it does not have
     return Config(**config.model_dump() | changes | replaced), ", ".join(map(" ".join, replaced.items()))
@@ -73,7 +72,7 @@ def as_counted(config):
 
 def key_of(config):
     """Return a key that is equal for blocks with equal steps: the settings that affect a step."""
-    precision = choose_precision(config, torch.device("cuda"))
+    precision = plan_on(config, "cuda").precision
     values = {key: value for key, value in config.model_dump().items() if not NOT_OF_THE_STEP.fullmatch(key)}
     for key in ("enable_extra_opts", "enable_amp", "amp_dtype", "opt_level", "keep_batchnorm_fp32", "loss_scale"):
         del values[key]
@@ -87,7 +86,7 @@ def key_of(config):
 def count_step(config):
     """Return the counts of one step after warm-up and capture, which must equal those of the step before."""
     device = torch.device("cuda", 0)
-    steps = GRAPH_WARMUP_STEPS + 4 if wants_graphs(config, device) else 4
+    steps = plan_on(config, "cuda").capture_steps + 4
     config = Config(**config.model_dump() | {"limit_train_batches": steps})
     with tempfile.TemporaryDirectory() as folder:
         trainer = train.Trainer(config, World(rank=0, local_rank=0, world_size=1, device=device), Path(folder))
@@ -130,7 +129,7 @@ def groups():
     for path in FILES:
         for name in list_blocks(path):
             config = load_config(path, name)
-            group = COMPILED if compiles(config, torch.device("cuda")) else path.name
+            group = COMPILED if plan_on(config, "cuda").compiled else path.name
             found[group].append((f"{path.name}#{name}", config))
     return found
 

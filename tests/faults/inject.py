@@ -28,9 +28,9 @@ from utils.distributed.launch import find_launch
 from utils.distributed.ranks import run_ranks
 from utils.errors import ConfigError, CorruptionError, exit_in_a_line
 from utils.program import TRAIN
-from utils.training.checks.step_state import Snapshot, own_tensors, shared_tensors
-from utils.training.checks.verify_steps import Verifier
 from utils.training.learner import Learner
+from utils.verify.step_state import Snapshot, own_tensors, shared_tensors
+from utils.verify.verifier import Verifier
 
 KINDS = ("weight", "optimizer", "batch", "gradient", "activation")  # the last two need an eager step
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number

@@ -25,6 +25,7 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, ExpectedError
 from utils.program import end_with_parent
 from utils.run.logging.environment import describe_environment
+from utils.training.plan import make_plan
 
 
 def add_arguments(
@@ -59,8 +60,12 @@ def write_report(
     `environment`: values that differ from this process's."""
     if path is not None and world.is_main:
         environment = describe_environment(world.device, world.world_size) | environment
-        report = {"bench": command, "config": config.model_dump(mode="json"), "results": results}
-        write_json(path, report | {"environment": environment}, default=Trials.as_json)
+        report = {
+            "bench": command,
+            "config": config.model_dump(mode="json"),
+            "plan": make_plan(config, world).describe(),
+        }
+        write_json(path, report | {"results": results, "environment": environment}, default=Trials.as_json)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from utils.errors import ConfigError
 from utils.run.logging.environment import describe_environment
 from utils.training.checks.dry_run import activation_bytes_per_image
 from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak, number_format
-from utils.training.precision import choose_precision
+from utils.training.plan import make_plan
 from utils.user_code import user_code_errors
 
 RUNGS = (
@@ -80,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
                 images[name] = per_image(configs[name], world, limits)
             results[name] = evaluate(rows, images[name], limits)
         saved = {name: configs[name].model_dump(mode="json") for name in results}
-        report = {"limits": limits, "rungs": results, "configs": saved}
+        plans = {name: make_plan(configs[name], world).describe() for name in results}
+        report = {"limits": limits, "rungs": results, "configs": saved, "plans": plans}
         common.write_report(options.json, "ladder", first, world, report)
 
     builds = {name: partial(Rung, config, options.warmup, options.iters) for name, config in configs.items()}
@@ -104,7 +105,7 @@ def read_rung(yaml_config: Path, name: str, settings: Sequence[str]) -> Config:
 
 def per_image(config: Config, world: World, limits: Mapping[str, common.Trials]) -> dict[str, float]:
     """Return a training step's "flops" and "bytes" per image, and "limit", the measured TFLOP/s in its precision."""
-    precision = choose_precision(config, world.device)
+    precision = make_plan(config, world).precision
     shape = open_dataset(config, world).train.image_shape
     model = build_model(config, shape[-1]).to(world.device)
     precision.cast_weights(model)

@@ -10,14 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from tools.bench import common
-from tools.bench.training import build_measured, capture_steps, endless, images_per_sec
+from tools.bench.training import build_measured, endless, images_per_sec
 from tools.common import add_count, print_table
 from utils.config import Config, load_config
 from utils.data.build import Loader, build_loaders, open_dataset
 from utils.distributed.world import World
 from utils.run.logging.environment import dali_version, device_name
 from utils.training.batches import prefetch
-from utils.training.kernels.process import prepare_backends
+from utils.training.learner import prepare_backends
+from utils.training.plan import make_plan
 
 BACKENDS = ",".join(["torchvision", *(["dali"] if dali_version() else []), "device", "synthetic"])
 
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     }
 
     def measure(world: World) -> None:
-        prepare_backends(config, world.device)
+        prepare_backends(config, make_plan(config, world))
         step = None
         if options.steps:
             side = open_dataset(config, world).train.image_shape[-1]
@@ -74,8 +75,9 @@ class LoaderTrial:
         rate = images_per_sec(config, device, endless(self.loader), max(1, counted // 4), counted, lambda *_: None)
         if self.step is None:
             return {"images_per_sec": rate}
-        batches, step, steps = prefetch(config, endless(self.loader), device), self.step, self.options.steps
-        for images, labels in itertools.islice(batches, max(1, capture_steps(config, device))):
+        plan = make_plan(config, self.world)
+        batches, step, steps = prefetch(plan, endless(self.loader), device), self.step, self.options.steps
+        for images, labels in itertools.islice(batches, max(1, plan.capture_steps)):
             step(images, labels)
         common.synchronize(device)
         waiting, started = 0.0, time.perf_counter()

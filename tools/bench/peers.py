@@ -23,13 +23,13 @@ from utils.base_config import as_yaml
 from utils.config import Config
 from utils.data.build import open_dataset
 from utils.data.datasets.dataset import Dataset
+from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.run.logging.environment import device_name
 from utils.training.batches import prefetch
-from utils.training.kernels.process import prepare_backends
+from utils.training.learner import prepare_backends
 from utils.training.optimizers.build import build_optimizer
-from utils.training.precision import Precision, choose_precision
-from utils.training.step import compiles, wants_graphs
+from utils.training.plan import Plan, make_plan
 
 EXPECTED = {  # the other trainers' steps here know these values only
     "optimizer": ("sgd",), "clip_grad_norm": (None,), "label_smoothing": (0.0,), "micro_batch_size": (None,),
@@ -50,12 +50,12 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"{key} {as_yaml(value)}: {lacking}; use {as_yaml(known[0])}")
     world = alone(config)
     steps = options.warmup, options.iters
-    builds = {name: partial(build, own, *steps) for name, (build, own) in rows_of(config, world.device).items()}
+    builds = {name: partial(build, own, *steps) for name, (build, own) in rows_of(config, world).items()}
     with common.in_processes(builds) as cases:
         results = common.measure(cases, options.trials)
     ours = results[OURS]["full"].median
     rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
-    setting = f"{config.model}, batch {config.batch_size}, {choose_precision(config, world.device)}"
+    setting = f"{config.model}, batch {config.batch_size}, {make_plan(config, world).precision}"
     title = f"{setting}, {device_name(world.device)}: median (min-max)"
     print_table(title, ["training step", "images/s", "this project's relative speed"], rows)
     common.write_report(options.json, "peers", config, world, results)
@@ -65,15 +65,15 @@ def run(options: argparse.Namespace) -> int:
 Build = Callable[[Config, int, int], common.Case]  # of configuration, steps that do not count, timed steps
 
 
-def rows_of(config: Config, device: torch.device) -> dict[str, tuple[Build, Config]]:
+def rows_of(config: Config, world: World) -> dict[str, tuple[Build, Config]]:
     """Return {row: (function that builds its case, its configuration)}, also without the switch that only this project
     has: `enable_cuda_graphs` on a GPU, `cpu_kernels: [keep_memory]` on a CPU."""
     peers: dict[str, Build] = {"timm": timm_case, "lightning": lightning_case, "plain PyTorch": plain_case}
     rows: dict[str, tuple[Build, Config]] = {OURS: (OurStep, config)} | {name: (peers[name], config) for name in peers}
-    if wants_graphs(config, device):
+    if make_plan(config, world).graphed:
         own = config.model_copy(update={"enable_cuda_graphs": False})
         rows[f"{OURS}, without enable_cuda_graphs"] = (OurStep, own)
-    if device.type == "cpu" and config.cpu_kernel("keep_memory"):
+    if world.device.type == "cpu" and config.cpu_kernel("keep_memory"):
         own = config.model_copy(update={"cpu_kernels": False})  # its other kernels are this project's own
         rows |= {f"{name}, without keep_memory": (build, own) for name, build in peers.items()}
     return rows
@@ -85,21 +85,21 @@ def timm_case(config: Config, warmup: int, iters: int) -> common.Case:
     from timm.task import ClassificationTask
     from timm.utils import NativeScaler
 
-    device, model, precision, dataset = _prepare(config)
+    device, model, plan, dataset = _prepare(config)
     optimizer = create_optimizer(
         model, opt="sgd" if config.nesterov else "momentum", lr=config.lr, momentum=config.momentum,
         weight_decay=config.weight_decay, filter_bias_and_bn=False,
     )  # fmt: skip
     for group in optimizer.param_groups:
-        group["fused"], group["foreach"] = config.extra_opt("fused_optimizer") or None, None
+        group["fused"], group["foreach"] = plan.fused_optimizer or None, None
     task = ClassificationTask(model, criterion=nn.CrossEntropyLoss(), device=device, verbose=False)
-    if compiles(config, device):
+    if plan.compiled:
         task.compile()
-    scaler = NativeScaler(device=device.type) if precision.loss_scale is not None else None
+    scaler = NativeScaler(device=device.type) if plan.precision.loss_scale is not None else None
     task.train()
 
     def step(images: Tensor, labels: Tensor) -> None:
-        with precision.autocast():
+        with plan.precision.autocast():
             loss = task(images, labels)["loss"]
         if scaler is not None:
             scaler(loss, optimizer, parameters=model.parameters())
@@ -116,8 +116,8 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
     lightning = _import("lightning")
     logging.getLogger("lightning").setLevel(logging.ERROR)  # otherwise it prints a page of advice in every trial
     warnings.filterwarnings("ignore", module="lightning")
-    device, model, precision, dataset = _prepare(config)
-    forward = torch.compile(model, dynamic=False) if compiles(config, device) else model
+    device, model, plan, dataset = _prepare(config)
+    forward = torch.compile(model, dynamic=False) if plan.compiled else model
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         """Records when its timed steps began and ended."""
@@ -140,18 +140,18 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
                 self.ended = time.perf_counter()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return build_optimizer(config, self.model.parameters())
+            return build_optimizer(config, self.model.parameters(), fused=plan.fused_optimizer)
 
     fed = Fed(config, lambda *_: None, warmup, iters, dataset)
-    names = {"O0": "32-true", "O1": "16-mixed" if precision.loss_scale is not None else "bf16-mixed"}
+    names = {"O0": "32-true", "O1": "16-mixed" if plan.precision.loss_scale is not None else "bf16-mixed"}
 
     def trial() -> dict[str, float]:
         module = Module()
         trainer = lightning.Trainer(
-            barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1, precision=names[precision.level],
+            barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1, precision=names[plan.precision.level],
             accelerator="gpu" if device.type == "cuda" else "cpu",
         )  # fmt: skip
-        trainer.fit(module, prefetch(config, endless(fed.loader), device))
+        trainer.fit(module, prefetch(plan, endless(fed.loader), device))
         return {"full": iters * config.batch_size / (module.ended - module.started)}
 
     return trial
@@ -159,14 +159,14 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
 
 def plain_case(config: Config, warmup: int, iters: int) -> common.Case:
     """A loop of PyTorch's own parts: autocast, GradScaler, cross-entropy, backward, optimizer."""
-    device, model, precision, dataset = _prepare(config)
-    forward = torch.compile(model, dynamic=False) if compiles(config, device) else model
-    optimizer = build_optimizer(config, model.parameters())
-    scaler = torch.amp.GradScaler(device.type, enabled=precision.loss_scale is not None)
+    device, model, plan, dataset = _prepare(config)
+    forward = torch.compile(model, dynamic=False) if plan.compiled else model
+    optimizer = build_optimizer(config, model.parameters(), fused=plan.fused_optimizer)
+    scaler = torch.amp.GradScaler(device.type, enabled=plan.precision.loss_scale is not None)
 
     def step(images: Tensor, labels: Tensor) -> None:
         optimizer.zero_grad()
-        with precision.autocast():
+        with plan.precision.autocast():
             loss = nn.functional.cross_entropy(forward(images), labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -175,15 +175,16 @@ def plain_case(config: Config, warmup: int, iters: int) -> common.Case:
     return Fed(config, step, warmup, iters, dataset)
 
 
-def _prepare(config: Config) -> tuple[torch.device, nn.Module, Precision, Dataset]:
-    """Return what all trainers share: the device, the network with the seed's weights, its precision, the data."""
+def _prepare(config: Config) -> tuple[torch.device, nn.Module, Plan, Dataset]:
+    """Return what all trainers share: the device, the network with the seed's weights, the plan, the data."""
     device, dataset = alone(config).device, open_dataset(config, alone(config))
-    prepare_backends(config, device)
+    plan = make_plan(config, alone(config))
+    prepare_backends(config, plan)
     torch.manual_seed(config.seed)
     model = build_model(config, dataset.train.image_shape[-1]).to(device)
     if config.enable_nhwc:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return device, model, choose_precision(config, device), dataset
+    return device, model, plan, dataset
 
 
 def _import(name: str) -> ModuleType:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from tools.bench import common
-from tools.bench.training import alone, build_measured, capture_steps
+from tools.bench.training import alone, build_measured
 from tools.common import print_table, read_counts, write_json
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
@@ -121,7 +121,7 @@ def measure_rank(config: Config, world: World, warmup: int, iters: int) -> dict[
         return max(world.all_gather((time.perf_counter() - started) / max(1, steps)))
 
     for learner in learners.values():
-        time_steps(learner, max(warmup, capture_steps(config, world.device)))
+        time_steps(learner, max(warmup, learner.plan.capture_steps))
     steps = -(-iters // ROUNDS)
     rounds = [{name: time_steps(learner, steps) for name, learner in learners.items()} for _ in range(ROUNDS)]
     medians = {name: median(seconds[name] for seconds in rounds) for name in cases}

@@ -18,7 +18,7 @@ from utils.distributed.world import World, choose_device
 from utils.run.stragglers import peak_memory
 from utils.training.batches import Batch, prefetch
 from utils.training.learner import Learner
-from utils.training.step import GRAPH_WARMUP_STEPS, wants_graphs
+from utils.training.plan import make_plan
 
 Consumer = Callable[[Tensor, Tensor], object]
 Wrap = Callable[[DistributedConfig, nn.Module, World], nn.Module]
@@ -35,11 +35,6 @@ def build_measured(config: Config, world: World, wrap: Wrap = distribute, image_
     learner = Learner(config, partial(build_model, image_side=image_side), world, STEPS_PER_EPOCH, wrap=wrap)
     learner.model.train()
     return learner
-
-
-def capture_steps(config: Config, device: torch.device) -> int:
-    """Return the number of steps up to the one that captures a graph, which are slow; 0 without graphs."""
-    return GRAPH_WARMUP_STEPS + 1 if wants_graphs(config, device) else 0
 
 
 def endless(loader: Loader) -> Iterator[Batch]:
@@ -66,14 +61,15 @@ class Fed:
     """Measures images per second of a step fed by the configuration's loader: {"full": images/s}."""
 
     def __init__(self, config: Config, step: Consumer, warmup: int, iters: int, dataset: Dataset) -> None:
-        self.device, self.config, self.step, self.steps = alone(config).device, config, step, (warmup, iters)
-        self.loader = build_loaders(config, dataset, alone(config)).train
+        world = alone(config)
+        self.device, self.config, self.step, self.steps = world.device, config, step, (warmup, iters)
+        self.plan, self.loader = make_plan(config, world), build_loaders(config, dataset, world).train
 
     def time(self, batches: Iterator[Batch], consume: Consumer) -> float:
         return images_per_sec(self.config, self.device, batches, *self.steps, consume)
 
     def __call__(self) -> dict[str, float]:
-        return {"full": self.time(prefetch(self.config, endless(self.loader), self.device), self.step)}
+        return {"full": self.time(prefetch(self.plan, endless(self.loader), self.device), self.step)}
 
 
 class OurStep(Fed):
@@ -84,7 +80,7 @@ class OurStep(Fed):
         self.learner = build_measured(config, alone(config), image_side=dataset.train.image_shape[-1])
         super().__init__(config, self.learner.train_step, warmup, iters, dataset)
         self.batch = next(iter(self.loader))
-        for _ in range(capture_steps(config, self.device)):
+        for _ in range(self.plan.capture_steps):
             self.step(*self.batch)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from tools.bench.common import time_action
-from tools.bench.training import build_measured, capture_steps, endless
+from tools.bench.training import build_measured, endless
 from tools.doctor.findings import Finding
 from tools.doctor.fingerprints import train_fixed_network
 from utils.config import Config
@@ -37,7 +37,7 @@ def burn_in(config: Config, world: World, minutes: float) -> Finding:
         for _ in range(steps):
             learner.train_step(*batch)
 
-    train(WARM_UP_STEPS + capture_steps(config, world.device))
+    train(WARM_UP_STEPS + learner.plan.capture_steps)
     steps = max(1, round(ROUND_SECONDS / max(world.all_gather(time_action(world.device, partial(train, 1))))))
     rates, fingerprints, readings = list[float](), list[str](), list[dict[str, float]]()
     began = time.monotonic()

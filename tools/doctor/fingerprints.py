@@ -15,7 +15,7 @@ from torch import nn
 
 from tools.doctor.findings import FINGERPRINT_REMEDY, Finding, judge
 from utils.run.logging.environment import device_name, read_processors
-from utils.training.checks.fingerprints import fingerprint
+from utils.verify.fingerprints import fingerprint
 
 SECONDS = 3.0  # each device repeats the training for this long, at least twice
 STEPS, IMAGES, SIDE, CLASSES = 12, 32, 16, 10

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from utils.data.loader import Loader
-from utils.training.config import RecipeConfig, SpeedConfig, TrainingConfig
-from utils.training.profiler import Profiler
+from utils.training.config import RecipeConfig
+from utils.training.learner import Learner
+from utils.training.plan import Plan
 
 Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or class fractions [N, classes]
 Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed batch
@@ -19,11 +20,10 @@ Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, bat
 class TrainingBatches:
     """Batches of a training loader, ready for the step."""
 
-    config: TrainingConfig
+    learner: Learner
     loader: Loader
     mix: Mix
     watch: Callable[[Iterator[Batch]], Iterator[Batch]]  # times the wait for each batch
-    profiler: Profiler
     device: torch.device
 
     def __len__(self) -> int:
@@ -32,11 +32,11 @@ class TrainingBatches:
     def rest_of_epoch(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Batch]]:
         """Yield (number, batch) from `first_batch` on; PROF: a batch's range includes the step that uses it."""
         self.loader.set_epoch(epoch, first_batch)
-        size = training_size(self.config, epoch)
-        batches = self.watch(prefetch(self.config, iter(self.loader), self.device))
+        size, profiler = training_size(self.learner.config, epoch), self.learner.profiler
+        batches = self.watch(prefetch(self.learner.plan, iter(self.loader), self.device))
         for number in range(first_batch, len(self.loader)):
-            with self.profiler.range(f"iteration {number}"):
-                with self.profiler.range("data"):
+            with profiler.range(f"iteration {number}"):
+                with profiler.range("data"):
                     images, labels = self.mix(*next(batches), epoch, number)
                     images = resize(images, size)
                 yield number, (images, labels)
@@ -48,10 +48,9 @@ def prefetch_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def prefetch(config: SpeedConfig, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """PREFETCH: copy and augment the next batch on a side stream while the device trains on the current one. On a CPU
-    the batches pass unchanged."""
-    if config.enable_prefetch is False or device.type != "cuda":
+def prefetch(plan: Plan, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """PREFETCH: copy and augment the next batch on a side stream while the device trains on the current one."""
+    if not plan.prefetched:
         yield from batches
         return
     stream = prefetch_stream(device)

@@ -14,28 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.errors import ConfigError
 from utils.training.averages import RunningStatistics
-from utils.training.config import HAVE_FUSED_KERNEL, SpeedConfig, TrainingConfig
-from utils.training.kernels.batch_norm import defer_batch_counters
-from utils.training.kernels.build import missing_compiler
+from utils.training.config import TrainingConfig
 from utils.training.metrics.sums import MetricSums
+from utils.training.plan import GRAPH_WARMUP_STEPS
 from utils.training.precision import LossScaler, MasterWeights, Precision
 from utils.training.profiler import Profiler
 
-# PyTorch requires 11 steps before it captures a graph with DDP (its notes on CUDA graphs), 3 without.
-GRAPH_WARMUP_STEPS = 11
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 # One optimizer step on this rank's part of a global batch; adds loss and correct predictions to the sums.
 Step = Callable[[Tensor, Tensor, MetricSums], None]
 CompileTimer = Callable[[], AbstractContextManager[None]]
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
-
-
-def compiles(config: SpeedConfig, device: torch.device) -> bool:
-    """COMPILE: whether the step will be compiled."""
-    wanted = config.enable_compile == "auto" and device.type == "cuda" and config.parallel != "dataparallel"
-    return config.enable_compile is True or (wanted and not missing_compiler(device))
 
 
 def compile_for_shapes(function: Compiled, number: int) -> Compiled:
@@ -47,11 +37,6 @@ def compile_for_shapes(function: Compiled, number: int) -> Compiled:
     torch._dynamo.config.recompile_limit += number
     compiled: Any = torch.compile(function, dynamic=False)
     return compiled
-
-
-def wants_graphs(config: SpeedConfig, device: torch.device) -> bool:
-    """Whether the step will be a CUDA graph; a graph cannot span the GPUs of dataparallel."""
-    return config.enable_cuda_graphs is not False and device.type == "cuda" and config.parallel != "dataparallel"
 
 
 @dataclass(eq=False)
@@ -174,32 +159,6 @@ class GraphedStep:
             self.images.copy_(images)
             self.labels.copy_(labels)
             self.graph.replay()
-
-
-def check_graphs(config: TrainingConfig, precision: Precision, device: torch.device) -> None:
-    """Raise `ConfigError` if the step is to be a CUDA graph, but cannot be one on this device."""
-    if config.enable_cuda_graphs is True and device.type != "cuda":
-        raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
-    if precision.loss_scale is not None and config.optimizer not in HAVE_FUSED_KERNEL and wants_graphs(config, device):
-        asked = f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer}"
-        raise ConfigError(f"{asked} cannot scale the loss; use amp_dtype bf16 with loss_scale null, or no graphs")
-
-
-def choose_step(config: TrainingConfig, step: TrainStep, device: torch.device) -> tuple[Step, list[str]]:
-    """Return `step` eager, compiled or captured, and notes for the log."""
-    notes = []
-    if compiles(config, device):
-        if missing := missing_compiler(device):
-            raise ConfigError(f"enable_compile needs {missing}; else set enable_compile to false or auto")
-        step.compile()
-        notes.append("compiled: the first step takes up to minutes")
-    elif config.parallel != "dataparallel":  # its replicas run in threads
-        defer_batch_counters(step.weights.model)
-    check_graphs(config, step.precision, device)
-    if wants_graphs(config, device):
-        notes.append(f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps of each image size")
-        return GraphedStep(step, device), notes
-    return step, notes
 
 
 @cache

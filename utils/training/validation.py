@@ -10,7 +10,6 @@ from utils.distributed.world import World
 from utils.errors import ExpectedError
 from utils.training.learner import Classifier
 from utils.training.metrics.sums import MetricSums
-from utils.training.step import compiles
 
 # Compiling ResNet50's forward pass takes about half a minute with a cold cache. It saved timm 43 microseconds per
 # image, 15,473 instead of 9,320 images/s (huggingface/pytorch-image-models#2693), and so pays after this many.
@@ -19,7 +18,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]  # images [N, 3, H, W] and labels [N] 
 Collector = Callable[[Tensor, Tensor], None]  # adds outputs [N, classes] and labels [N] of a batch to a metric
 
 
-def compile_validation(classifier: Classifier, plan: EpochPlan, device: torch.device) -> None:
+def compile_validation(classifier: Classifier, plan: EpochPlan) -> None:
     """COMPILE: compile the prediction of the plan's whole batches, where steps are compiled and all validations of the
     run together have `MIN_COMPILED_IMAGES` images and views of images on each rank.
 
@@ -28,7 +27,7 @@ def compile_validation(classifier: Classifier, plan: EpochPlan, device: torch.de
     config = classifier.config
     validations = -(-config.max_epochs // config.validate_every_epochs)
     images = validations * config.test_time_views * plan.shared_batches * plan.batch_size
-    if compiles(config, device) and images >= MIN_COMPILED_IMAGES:
+    if classifier.plan.compiled and images >= MIN_COMPILED_IMAGES:
         classifier.compile(plan.batch_size)
         classifier.notes.append(f"validation compiled too: each rank predicts {images:,} images in this run")
 

@@ -25,7 +25,7 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
     lines = [
         f"model            {network}, {parameters:,} parameters, {learner.precision}",
         f"training images  {dataset}, {steps * config.batch_size:,} in {steps} steps per epoch",
-        f"batch            {learner.batch}",
+        f"plan             {learner.plan}",
         f"epochs           {config.max_epochs}, {schedule.total_steps:,} steps",
         f"memory estimate  {total} per rank, without libraries and workspaces:",
         f"  weights, gradients and optimizer {states / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB",

@@ -16,14 +16,14 @@ CONFIGURED = ("lr", "initial_lr", "weight_decay", "momentum")  # options of any 
 
 
 def build_optimizer(
-    config: SpeedConfig, parameters: Iterable[nn.Parameter], *, graphed: bool = False
+    config: SpeedConfig, parameters: Iterable[nn.Parameter], *, fused: bool = False, graphed: bool = False
 ) -> torch.optim.Optimizer:
-    """Build `optimizer` for `parameters`. EXTRA: SGD or AdamW as one fused kernel. `graphed`: keep the learning rate in
-    a tensor on the device, since a CUDA graph freezes numbers."""
+    """Build `optimizer` for `parameters`. EXTRA: `fused`: SGD or AdamW as one kernel; otherwise PyTorch chooses, on a
+    GPU its foreach kernels. `graphed`: keep the learning rate in a tensor on the device, since a CUDA graph freezes
+    numbers."""
     parameters = list(parameters)
     groups = _parameter_groups(config, parameters)
     rate = torch.tensor(config.peak_lr, device=parameters[0].device) if graphed else config.peak_lr
-    fused = uses_fused_kernel(config, parameters) or None  # None: PyTorch chooses, on a GPU its foreach kernels
     common: dict[str, Any] = {"lr": rate, "weight_decay": config.weight_decay}
     momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
     optimizer: torch.optim.Optimizer
@@ -33,9 +33,9 @@ def build_optimizer(
         optimizer = Muon(groups, **common, **momentum, orthogonalise=True, capturable=graphed)
     elif config.optimizer == "adamw":
         betas = (config.momentum, ADAM_BETA2)
-        optimizer = torch.optim.AdamW(groups, **common, betas=betas, fused=fused, capturable=graphed)
+        optimizer = torch.optim.AdamW(groups, **common, betas=betas, fused=fused or None, capturable=graphed)
     else:
-        optimizer = torch.optim.SGD(groups, **common, **momentum, fused=fused)
+        optimizer = torch.optim.SGD(groups, **common, **momentum, fused=fused or None)
     _lay_out_buffers(optimizer)
     for group in optimizer.param_groups:
         group["initial_lr"] = config.peak_lr
@@ -57,13 +57,6 @@ def _build_external(config: SpeedConfig, groups: list[dict[str, Any]]) -> torch.
         raise ConfigError(f'optimizer {name}: timm cannot be imported ({error}); pip install ".[timm]"') from None
     with user_code_errors(f"optimizer {name} cannot be built with {values}", ConfigError):
         return create_optimizer_v2(groups, opt=name.removeprefix(TIMM), **values)
-
-
-def uses_fused_kernel(config: SpeedConfig, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether to use the fused kernel: not for half-precision weights on a CPU, most of which it does not update before
-    torch 2.14 (pytorch/pytorch#191763)."""
-    halves = any(parameter.device.type == "cpu" and parameter.element_size() == 2 for parameter in parameters)
-    return config.extra_opt("fused_optimizer") and not halves
 
 
 def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:

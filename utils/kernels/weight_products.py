@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, pad
 
 from utils.errors import ConfigError
-from utils.training.kernels.winograd import WinogradConv2d
+from utils.kernels.winograd import WinogradConv2d
 
 ROWS = 512  # pixels whose windows are gathered at a time: large enough for a fast product, small enough for the cache
 # Products are faster for more pairs of input and output channels than this. Measured with two threads, float32 with

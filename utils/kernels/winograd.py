@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from utils.errors import ConfigError
-from utils.training.kernels.build import build, in_nhwc, name_of, run
+from utils.kernels.build import build, in_nhwc, name_of, run
 
 # By number format of the images. In bf16, the rounding error relative to the outputs' standard deviation is 0.3 % for a
 # direct convolution, 1.5 and 1.2 % with sides of 3 and 4, but 5 % with 6.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from utils.training.kernels.build import in_nhwc
+from utils.kernels.build import in_nhwc
 
 ROWS, COLUMNS = 64, 64  # of a tile
 MAX_PARTS = 512  # programs that share the rows of a sum: a few per multiprocessor

@@ -1,10 +1,7 @@
-"""Build and call our own C++ kernels for CPUs; name the compiler that a machine lacks."""
+"""Build and call our own C++ kernels for CPUs."""
 
 import ctypes
 import logging
-import os
-import shutil
-import sysconfig
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 
 from utils.errors import ConfigError
+from utils.program import missing_compiler
 
 HEADER = "cpu_kernels.h"
 # Inductor disables both optimisations for its own kernels, which are vectorised explicitly. Without the first flag
@@ -22,30 +20,12 @@ SETTINGS = {"norm_relu": "fuse_norm_relu", "winograd": "cpu_kernels [winograd]"}
 Argument = Tensor | int | float | None
 
 
-def missing_compiler(device: torch.device) -> str:
-    """Name the tool that torch.compile needs on this device and does not find, with the remedy; empty if none.
-
-    Inductor's CPU kernels and Triton's launchers are built as Python modules.
-    """
-    cpp = os.environ.get("CXX", "g++")
-    if shutil.which(cpp) is None:
-        return f"a C++ compiler, but {cpp} is not found; install one, name yours in the environment variable CXX"
-    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-    if not header.exists():
-        return f"Python's headers, but {header} is not found; install python3-dev"
-    c_compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    if device.type == "cuda" and not any(map(shutil.which, c_compilers)):
-        named = " or ".join(c_compilers)
-        return f"a C compiler too, but {named} is not found; install one, name yours in the environment variable CC"
-    return ""
-
-
 @cache
 def build(name: str) -> Any:
     """Return the ctypes library built from NAME.cpp; `ConfigError` if there is no compiler or it fails. PyTorch's
     Inductor calls the compiler and caches the library, as for a compiled step."""
     key = SETTINGS[name]
-    if missing := missing_compiler(torch.device("cpu")):
+    if missing := missing_compiler(gpu=False):
         raise ConfigError(f"{key} needs {missing}")
     from torch._inductor.codecache import CppCodeCache
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from utils.distributed.world import World
 from utils.errors import CorruptionError
 from utils.program import command
-from utils.training.checks.fingerprints import StepRecorder, take_fingerprints
-from utils.training.checks.step_state import Snapshot, own_tensors, shared_tensors
 from utils.training.config import TrainingConfig
 from utils.training.learner import Learner
-from utils.training.step import GraphedStep, compiles
+from utils.training.step import GraphedStep
+from utils.verify.fingerprints import StepRecorder, take_fingerprints
+from utils.verify.step_state import Snapshot, own_tensors, shared_tensors
 
 FIRST_STEPS = 3  # of each start: one creates the optimizer's state, the next reads it, the third is like all later ones
 Fingerprints = dict[str, int]
@@ -45,8 +45,8 @@ class Verifier:
 
     def __init__(self, learner: Learner, world: World) -> None:
         self.learner, self.config, self.world = learner, learner.config, world
-        graphed, compiled = isinstance(learner.step, GraphedStep), compiles(learner.config, world.device)
-        self.recorder = StepRecorder(learner.model, graphed=graphed, compiled=compiled)
+        plan = learner.plan
+        self.recorder = StepRecorder(learner.model, graphed=plan.graphed, compiled=plan.compiled)
         self.checked, self.seconds = 0, 0.0  # steps and seconds of their checks, since the last remarks
         self._trained_to, self._first_steps = -1, 0  # number of the last step; first steps that are still to be checked
 

@@ -9,7 +9,6 @@ call whether the kernels can take the layers' place. So a layer that is called s
 computes what it always did. On a GPU the kernels are in triton_kernels.py, on a CPU in norm_relu.cpp.
 """
 
-from importlib.util import find_spec
 from itertools import pairwise
 from types import MethodType
 from typing import Any, TypeGuard
@@ -21,8 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from utils.errors import ConfigError
-from utils.training.kernels.build import build, in_nhwc, missing_compiler, name_of, run
-from utils.training.precision import Precision
+from utils.kernels.build import build, in_nhwc, name_of, run
 
 
 @torch.library.custom_op("resnet50_at_scale::norm_relu", mutates_args=("running_mean", "running_var"))
@@ -56,7 +54,7 @@ def norm_relu_backward(
 
 @norm_relu.register_kernel("cuda")
 def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    from utils.training.kernels import triton_kernels
+    from utils.kernels import triton_kernels
 
     with torch.cuda.device(x.device):
         return triton_kernels.forward(x, *others)
@@ -64,7 +62,7 @@ def _(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @norm_relu_backward.register_kernel("cuda")
 def _(gradient: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from utils.training.kernels import triton_kernels
+    from utils.kernels import triton_kernels
 
     with torch.cuda.device(gradient.device):
         return triton_kernels.backward(gradient, *others)
@@ -159,16 +157,9 @@ FUSED: dict[type[nn.Module], tuple[Any, Any]] = {
 FORWARD = nn.BatchNorm2d.forward, nn.ReLU.forward
 
 
-def fuse_norms(model: nn.Module, precision: Precision, device: torch.device) -> None:
+def fuse_norms(model: nn.Module, device: torch.device) -> None:
     """Let Sequentials, torchvision's residual blocks and its ResNets' stems in `model` fuse their layers. `ConfigError`
-    if none can, or the kernels cannot run here."""
-    half_norms = precision.casts_weights and not precision.keep_batchnorm_fp32
-    if device.type == "cpu" and half_norms:
-        raise ConfigError("fuse_norm_relu needs BatchNorm in float32 on a CPU; set keep_batchnorm_fp32")
-    if device.type == "cuda":
-        missing = "Triton; pip install triton" if find_spec("triton") is None else missing_compiler(device)
-        if missing:
-            raise ConfigError(f"fuse_norm_relu needs {missing}; else set fuse_norm_relu to false")
+    if none can, or the compiler fails."""
     found = []
     for module in model.modules():
         usual, fused = FUSED.get(type(module), (None, None))

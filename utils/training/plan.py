@@ -1,0 +1,154 @@
+"""The plan: what a configuration means on this device and number of ranks.
+
+It is made once, before data and network are built. Later code reads the plan, not the settings that say `auto`; the
+log, environment.json and every report of a measurement store it.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from utils.base_config import as_yaml
+from utils.distributed.global_batch import GlobalBatch, divide_batch
+from utils.distributed.world import World
+from utils.errors import ConfigError
+from utils.program import missing_compiler
+from utils.training.config import HAVE_FUSED_KERNEL, SpeedConfig, TrainingConfig
+from utils.training.precision import Precision, choose_precision, has_bf16_kernels
+
+# PyTorch requires 11 steps before it captures a graph with DDP (its notes on CUDA graphs), 3 without.
+GRAPH_WARMUP_STEPS = 11
+# Evaluation and export predict only, also where the training step could not run.
+PREDICTION: dict[str, Any] = {"enable_cuda_graphs": False, "fuse_norm_relu": False, "verify_every_steps": None}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is on. The keys of `kernels` are the names of `fuse_norm_relu` and `cpu_kernels` that are used, their values
+    whether the configuration demands it: then an error follows if the network cannot use it."""
+
+    precision: Precision
+    batch: GlobalBatch
+    compiled: bool
+    graphed: bool
+    prefetched: bool
+    fused_optimizer: bool
+    kernels: dict[str, bool] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # for the log: what takes time, and settings that have no effect here
+
+    @property
+    def capture_steps(self) -> int:
+        """Steps up to the one that captures a graph, all slow; 0 without graphs."""
+        return GRAPH_WARMUP_STEPS + 1 if self.graphed else 0
+
+    def describe(self) -> dict[str, Any]:
+        """Return the plan as JSON has it."""
+        switches = {name: getattr(self, name) for name in ("compiled", "graphed", "prefetched", "fused_optimizer")}
+        return {"precision": str(self.precision), "batch": str(self.batch), **switches, "kernels": list(self.kernels)}
+
+    def __str__(self) -> str:
+        on = [name for name, value in self.describe().items() if value is True] + list(self.kernels)
+        return f"batch {self.batch}; {', '.join(on if self.compiled else ['eager', *on])}"
+
+
+def make_plan(config: TrainingConfig, world: World, *, training: bool = True) -> Plan:
+    """Decide what `config` means on this device and number of ranks; without `training`, for predictions only. Raises
+    `ConfigError` for what cannot be."""
+    device, gpu = world.device, world.device.type == "cuda"
+    batch = GlobalBatch(1, 1, 1, 1)
+    if training:
+        batch = divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
+    else:
+        config = config.model_copy(update=PREDICTION)
+    on_gpu = gpu and config.parallel != "dataparallel"  # whose threads can neither compile nor capture a step
+    precision, missing = choose_precision(config, device), missing_compiler(gpu=gpu)
+    compiled = config.enable_compile is True or (config.enable_compile == "auto" and on_gpu and not missing)
+    if compiled and missing and training:
+        raise ConfigError(f"enable_compile needs {missing}; else set enable_compile to false or auto")
+    plan = Plan(
+        precision=precision,
+        batch=batch,
+        compiled=compiled,
+        graphed=config.enable_cuda_graphs is not False and on_gpu,
+        prefetched=config.enable_prefetch is not False and gpu,
+        # before torch 2.14 the kernel does not update most half-precision weights on a CPU (pytorch/pytorch#191763)
+        fused_optimizer=config.extra_opt("fused_optimizer") and (gpu or precision.level != "O3"),
+    )
+    plan = replace(plan, kernels=_choose_kernels(config, plan, device, missing))
+    _check_device(config, plan, device)
+    return replace(plan, notes=tuple(_notes(config, plan, gpu=gpu)))
+
+
+def _choose_kernels(config: SpeedConfig, plan: Plan, device: torch.device, missing: str) -> dict[str, bool]:
+    """FUSE, CONV, ALLOC: `auto` is for eager steps over NHWC memory on a CPU. `missing`: what a compiler lacks."""
+    on_cpu, fuse, precision = device.type == "cpu", config.fuse_norm_relu, plan.precision
+    float32_norms = not precision.casts_weights or precision.keep_batchnorm_fp32
+    if fuse is True and plan.compiled:
+        setting = f"enable_compile {str(config.enable_compile).lower()}"
+        raise ConfigError(
+            f"fuse_norm_relu is for eager steps, and {setting} compiles here, which also fuses; use one of them"
+        )
+    if fuse is True and on_cpu and not float32_norms:
+        raise ConfigError("fuse_norm_relu needs BatchNorm in float32 on a CPU; set keep_batchnorm_fp32")
+    if fuse is True and not on_cpu and (lacking := missing if find_spec("triton") else "Triton; pip install triton"):
+        raise ConfigError(f"fuse_norm_relu needs {lacking}; else set fuse_norm_relu to false")
+    fast = on_cpu and config.enable_nhwc and not plan.compiled
+    fuses = fast and float32_norms and not config.enable_sync_bn and config.parallel != "dataparallel"
+    convolves = fast and (precision.level == "O0" or has_bf16_kernels())
+    rows = (
+        ("fuse_norm_relu", fuse, fuses),
+        ("winograd", on_cpu and config.cpu_kernel("winograd"), convolves),
+        ("weight_products", on_cpu and config.cpu_kernel("weight_products"), convolves),
+    )
+    kernels = {name: asked is True for name, asked, fits in rows if asked is True or (asked and fits)}
+    if on_cpu and config.cpu_kernel("keep_memory") and hasattr(ctypes.CDLL(None), "mallopt"):
+        kernels["keep_memory"] = False
+    return kernels
+
+
+def _check_device(config: TrainingConfig, plan: Plan, device: torch.device) -> None:
+    if config.enable_cuda_graphs is True and device.type != "cuda":
+        raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
+    if plan.graphed and plan.precision.loss_scale is not None and config.optimizer not in HAVE_FUSED_KERNEL:
+        why = "cannot scale the loss; use amp_dtype bf16 with loss_scale null, or no graphs"
+        raise ConfigError(
+            f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer} {why}"
+        )
+    if config.verify_every_steps is not None and device.type == "cuda" and not config.deterministic:
+        raise ConfigError("verify_every_steps compares bits, which vary on a GPU; it needs deterministic true")
+
+
+def _notes(config: SpeedConfig, plan: Plan, *, gpu: bool) -> Iterator[str]:
+    if config.deterministic:
+        without = " and without cudnn_benchmark" if config.extra_opt("cudnn_benchmark") else ""
+        yield (
+            "deterministic: every run on this machine gives the same bits; on a GPU steps take longer, without cuDNN's "
+            f"fastest algorithms{without}"
+        )
+    if gpu and isinstance(config.cpu_kernels, tuple):
+        yield "cpu_kernels: no effect on a GPU"
+    if not gpu and config.cpu_kernel("keep_memory") is True and "keep_memory" not in plan.kernels:
+        yield "cpu_kernels [keep_memory]: no effect, the C library is not glibc"
+    for key in ("enable_tf32", "enable_prefetch"):
+        if getattr(config, key) is True and not gpu:
+            yield f"{key}: no effect on a CPU"
+    if config.extra_opt("fused_optimizer") and not plan.fused_optimizer:
+        yield "fused_optimizer: no effect on half-precision weights on a CPU"
+    if plan.compiled:
+        yield "compiled: the first step takes up to minutes"
+    if plan.graphed:
+        yield f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps of each image size"
+
+
+def check_ranks_agree(config: TrainingConfig, plan: Plan, world: World) -> None:
+    """Collective: raise `ConfigError` for settings, or a number format, that differ between ranks."""
+    values = config.model_dump(mode="json", exclude={"data_path", "num_data_workers"})
+    everyone = world.all_gather(values | {"number format": str(plan.precision)})
+    for rank, values in enumerate(everyone):
+        for key in [key for key in values if values[key] != everyone[0][key]]:
+            found = f"{as_yaml(everyone[0][key])} on rank 0, but {as_yaml(values[key])} on rank {rank}"
+            raise ConfigError(f"{key} is {found}; start every rank with the same settings")
