@@ -224,7 +224,7 @@ PartitionName=low-grace Nodes=ALL GraceTime=60
 def link_project(folder):
     """Link the project as jobs see it, without train.py; their output stays out of the real folder."""
     folder.mkdir(exist_ok=True)
-    for name in ["config", "models", "tools", "utils", "submit.slr", "submit_multinode.slr"]:
+    for name in ["config", "deploy", "models", "tools", "utils", "submit.slr", "submit_multinode.slr"]:
         (folder / name).symlink_to(ROOT / name)
     return folder
 

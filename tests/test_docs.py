@@ -122,7 +122,7 @@ def searches():
 
 def printed_texts():
     """Return the scripts and all string literals of the code; what varies in f-strings becomes {}."""
-    found = [path.read_text(encoding="utf-8") for path in [*SCRIPTS, ROOT / "examples/slurm/check_node.sh"]]
+    found = [path.read_text(encoding="utf-8") for path in [*SCRIPTS, ROOT / "deploy/check_node.sh"]]
     folders = [path for name in ("models", "utils", "tools") for path in (ROOT / name).rglob("*.py")]
     for path in [ROOT / "train.py", ROOT / "api.py", *folders]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

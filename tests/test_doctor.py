@@ -547,7 +547,7 @@ def python(code, folder=ROOT):
 def test_container_recipes_require_the_same_torch_as_the_project(tmp_path):
     minimum = ".".join(map(str, machine.MINIMUM_TORCH))
     assert f'"torch>={minimum}"' in (ROOT / "pyproject.toml").read_text()
-    recipes = [(ROOT / name).read_text() for name in ("Dockerfile", "apptainer.def")]
+    recipes = [(ROOT / name).read_text() for name in ("deploy/Dockerfile", "deploy/apptainer.def")]
     assert len({base for recipe in recipes for base in re.findall(r"BASE=(\S+:\S+)", recipe)}) == 1
     for name in re.findall(r"^    (\S+) /opt/check/\1$", recipes[1], re.MULTILINE):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -560,8 +560,8 @@ def test_container_recipes_require_the_same_torch_as_the_project(tmp_path):
 
 
 def test_container_recipes_install_the_declared_dependencies_and_no_data_runs_or_history():
-    assert 'pip install --no-cache-dir ".[report]"' in (ROOT / "Dockerfile").read_text()
-    (code,) = re.findall(r"python -c '([^']*)'", (ROOT / "apptainer.def").read_text())
+    assert 'pip install --no-cache-dir ".[report]"' in (ROOT / "deploy/Dockerfile").read_text()
+    (code,) = re.findall(r"python -c '([^']*)'", (ROOT / "deploy/apptainer.def").read_text())
     found = python(code.replace("\\\n", "")).stdout.splitlines()
     declared = (ROOT / "pyproject.toml").read_text()
     assert len(found) >= 9 and "torch>=2.11" in found and all(f'"{line}"' in declared for line in found)

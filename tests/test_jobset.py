@@ -1,4 +1,4 @@
-"""jobset.yaml: matches the published schema, and its script runs as two pods on this machine."""
+"""deploy/jobset.yaml: matches the published schema, and its script runs as two pods on this machine."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from tests.conftest import ROOT, TINY
 from tests.processes import free_port, make_command, wait_until, without_launcher
 from tools.common import as_settings
 
-MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "jobset.yaml")
+MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "deploy/jobset.yaml")
 JOB = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]
 (CONTAINER,) = JOB["template"]["spec"]["containers"]
 ENVIRONMENT = {variable["name"]: variable["value"] for variable in CONTAINER["env"]}

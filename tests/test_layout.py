@@ -135,8 +135,8 @@ def test_no_tracked_file_names_a_path_of_one_machine():
 
 
 def test_every_name_in_tools_is_a_command_and_other_packages_have_at_most_twelve_entries():
-    """Except what several tools use, and the Slurm script's part on each node. So that newcomers find things."""
-    others = {"__init__", "__pycache__", "common", "trained", "slurm_node"}
+    """Except what several tools use. So that newcomers find things."""
+    others = {"__init__", "__pycache__", "common", "trained"}
     names = {path.stem for path in (ROOT / "tools").iterdir()} - others
     commands = runpy.run_path(str(ROOT / "__main__.py"))["COMMANDS"].values()
     assert {module for module, _ in commands} == {"train"} | {f"tools.{name}" for name in names}

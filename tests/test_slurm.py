@@ -1,4 +1,4 @@
-"""The job scripts and examples/slurm: with fake Slurm commands, and (marked slurm) on a real cluster."""
+"""The job scripts and deploy/*.sh: with fake Slurm commands, and (marked slurm) on a real cluster."""
 
 import os
 import re
@@ -85,7 +85,7 @@ class FakeJob:
         for name, action in {**FAKE_COMMANDS, **(fakes or {})}.items():
             if action is not None:
                 make_command(commands, name, f'printf "%s\\0" "$@" >"{self.calls}/{name}.$$"\n{action}')
-        for name in ["train.py", "tools", *SCRIPTS]:
+        for name in ["train.py", "deploy", "tools", *SCRIPTS]:
             (folder / name).symlink_to(ROOT / name)
         self.environment = {"PATH": str(commands), **ON_ONE_NODE, **environment}
 
@@ -477,7 +477,7 @@ def test_port_in_use_is_reported_before_any_node_starts(tmp_path):
     assert not job.arguments("srun") and not list(tmp_path.glob("expts/.slurm*"))
 
 
-CHECK_NODE = ROOT / "examples/slurm/check_node.sh"
+CHECK_NODE = ROOT / "deploy/check_node.sh"
 FAILS = """echo "fail  pcie           4 of 16 lanes
                      -> reseat the card
 fail  gpu faults     Xid 79; Xid 48

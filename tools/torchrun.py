@@ -2,7 +2,7 @@
 
     python -m tools.torchrun FILE OPTIONS-OF-TORCHRUN... PROGRAM ...
 
-tools/slurm_node.sh starts it on each node. FILE is kept only after a failure.
+deploy/slurm_node.sh starts it on each node. FILE is kept only after a failure.
 """
 
 import argparse

@@ -3,9 +3,9 @@
 # the doctor's `fail` lines as the reason. Once all checks pass again, return a node that this script has drained; a
 # node that somebody else drained stays drained. docs/bring_up_a_node.md says where to use it.
 # Slurm runs it as root, so only root may write to the project's folder. In slurm.conf:
-#   Prolog=/PROJECT/examples/slurm/check_node.sh
-#   Epilog=/PROJECT/examples/slurm/check_node.sh
-#   HealthCheckProgram=/PROJECT/examples/slurm/check_node.sh
+#   Prolog=/PROJECT/deploy/check_node.sh
+#   Epilog=/PROJECT/deploy/check_node.sh
+#   HealthCheckProgram=/PROJECT/deploy/check_node.sh
 #   HealthCheckInterval=600
 #   HealthCheckNodeState=IDLE                         # also idle nodes that are drained
 #   BatchStartTimeout=180                             # longer than the prolog
@@ -35,7 +35,7 @@ if [[ $role == health ]]; then # slurmd waits for it, kills it after 60 s, and d
   exit 0
 fi
 
-cd "$(dirname "$(realpath "$0")")/../.." || exit 0
+cd "$(dirname "$(realpath "$0")")/.." || exit 0
 # shellcheck disable=SC2086 # DOCTOR is a list of words
 report=$(timeout --kill-after=10 "$DOCTOR_SECONDS" $DOCTOR 2>&1 </dev/null) && status=0 || status=$?
 verdict=$(sed -nE 's/^(ok|warn|fail): [0-9]+ ok, .*/\1/p' <<<"$report" | tail -n 1)
