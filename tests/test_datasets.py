@@ -149,6 +149,18 @@ def test_statistics_are_exact_in_parts_and_a_constant_channel_has_deviation_1(mo
     np.testing.assert_allclose(std, [images[:, 0].std() / 255, 1, images[:, 2].std() / 255], rtol=1e-12)
 
 
+@pytest.mark.parametrize("loader", ["device", "torchvision"])
+def test_a_memory_map_whose_file_was_cut_is_named(loader, one_rank, tmp_path):
+    np.save(tmp_path / "images.npy", np.zeros((100, 3, 8, 8), np.uint8))
+    split = datasets.ImageArrays(np.load(tmp_path / "images.npy", mmap_mode="r")[10:], np.zeros(90, np.int64))
+    config = Config(data_loader=loader, num_data_workers=0, valid_batch_size_per_gpu=30)
+    built = utils.data.build.build_loader(config, ((0, 0, 0), (1, 1, 1)), one_rank, split, training=False)
+    assert len(list(built)) == 3
+    (tmp_path / "images.npy").write_bytes(b"")
+    with pytest.raises(DataError, match=r"images.npy: has become shorter: 0 bytes, expected 19328; restore it"):
+        list(built)
+
+
 @pytest.mark.parametrize("labels", [np.arange(1000) // 100, np.arange(1000) % 10, np.arange(1000) // 2])
 def test_a_limited_validation_sees_every_class_alike(labels):
     """Also if the classes are sorted, in turn, or more than the images."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,18 @@ class ImageArrays:
 
     def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples:
         """Return the samples `indices`; the other arguments are for `ImageFiles`, which has the same interface."""
+        self.check_file()
         return ReadSamples(self.images[indices], indices, {})
+
+    def check_file(self) -> None:
+        """`DataError` if the file of a memory map has been cut: reading beyond its end would kill the process."""
+        owner = self.images
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, np.memmap) and owner.filename and os.path.exists(owner.filename):
+            found, needed = os.path.getsize(owner.filename), owner.offset + owner.nbytes
+            if found < needed:
+                raise DataError(f"{owner.filename}: has become shorter: {found} bytes, expected {needed}; restore it")
 
     def identity(self) -> Iterator[bytes]:
         """Yield evenly spaced images."""
