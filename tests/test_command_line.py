@@ -153,8 +153,7 @@ ERRORS = [
     (["--set", "lr="], f"--set lr=: lr has no value; {RATE}"),
     (["--set", "lrr=1"], "--set lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
     (["--config=bs256_amp"], "--config=bs256_amp: config/cifar100.yaml has no such block. Did you mean 'bs256-amp'?"),
-    (["--confg=bs256"], "unrecognized arguments: --confg=bs256. Did you mean '--config'?"),
-    (["bs256"], "unrecognized arguments: bs256; write --config=bs256"),
+    (["--confg=bs256"], "unrecognized arguments: --confg=bs256; --help lists the options"),
     (["--run-dir="], "argument --run-dir: is empty; is a variable of the command line not set?"),
 ]  # fmt: skip
 

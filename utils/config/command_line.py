@@ -14,7 +14,7 @@ from typing import NoReturn
 from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config
 from utils.config.config import section
-from utils.config.messages import allowed, did_you_mean, shortened, wrong_value
+from utils.config.messages import allowed, wrong_value
 from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
 from utils.errors import ConfigError, ExpectedError, complete_output, print_error
 from utils.program import VERSION, Parser, command
@@ -52,10 +52,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def _parse(argv: Sequence[str] | None) -> Arguments:
-    parser = _parser()
-    options, rest = parser.parse_known_args(argv)
-    if rest:
-        parser.refuse(rest, options.yaml_config)
+    options = _parser().parse_args(argv)
     if options.list_configs:
         _print_and_exit(_describe_blocks(options.yaml_config))
     _fill_in_job(options)
@@ -99,21 +96,10 @@ def report_error(error: ExpectedError) -> int:
 
 
 class _Parser(Parser):
-    """A parser that raises `ConfigError` for bad usage, and suggests the nearest option or block."""
+    """A parser that raises `ConfigError` for bad usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-    def refuse(self, words: Sequence[str], yaml_config: Path) -> NoReturn:
-        """Raise `ConfigError` for arguments that are not options, with a suggestion."""
-        first = words[0].partition("=")[0]
-        key = first.lstrip("-").replace("-", "_")
-        remedy = did_you_mean(first, self._option_string_actions) or "; --help lists the options"
-        if key in Config.model_fields:
-            remedy = f"; write --set {key}=VALUE"
-        with suppress(ConfigError):  # the file cannot be read
-            remedy = f"; write --config={first}" if first in list_blocks(yaml_config) else remedy
-        raise ConfigError(f"unrecognized arguments: {shortened(' '.join(words))}{remedy}")
+        raise ConfigError(f"{message}; --help lists the options")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> None:

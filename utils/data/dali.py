@@ -162,8 +162,16 @@ class DaliLoader(Loader):
                 images = self._decode(inputs, gpu)
             else:
                 images = fn.transpose(inputs["images"].gpu() if gpu else inputs["images"], perm=[1, 2, 0])
+            if "corner" in inputs:
+                shape, pad = list(self.split.image_shape[1:]), {"out_of_bounds_policy": "pad", "fill_values": 0}
+                images = fn.slice(images, start=inputs["corner"], shape=shape, axes=(0, 1), **pad)
+            if "flip" in inputs:
+                images = fn.flip(images, horizontal=inputs["flip"])
+            if "angle" in inputs:
+                kept = {"keep_size": True, "fill_value": 0, "interp_type": self.dali.types.INTERP_NN}
+                images = fn.rotate(images, angle=inputs["angle"], **kept)
             images = fn.crop_mirror_normalize(
-                self._augment(images, inputs),
+                images,
                 mean=[255 * value for value in self.normalise.mean],
                 std=[255 * value for value in self.normalise.std],
                 output_layout="HWC" if self.channels_last else "CHW",
@@ -194,19 +202,6 @@ class DaliLoader(Loader):
         images = fn.resize(images, size=inputs["resized"], interp_type=types.INTERP_TRIANGULAR)
         if "square" in inputs:
             images = fn.slice(images, start=inputs["square"], shape=list(self.split.image_shape[1:]), axes=(0, 1))
-        return images
-
-    def _augment(self, images: Any, inputs: dict[str, Any]) -> Any:
-        """Crop, flip and rotate with the parameters of each batch."""
-        fn = self.dali.fn
-        if "corner" in inputs:
-            shape, pad = list(self.split.image_shape[1:]), {"out_of_bounds_policy": "pad", "fill_values": 0}
-            images = fn.slice(images, start=inputs["corner"], shape=shape, axes=(0, 1), **pad)
-        if "flip" in inputs:
-            images = fn.flip(images, horizontal=inputs["flip"])
-        if "angle" in inputs:
-            kept = {"keep_size": True, "fill_value": 0, "interp_type": self.dali.types.INTERP_NN}
-            images = fn.rotate(images, angle=inputs["angle"], **kept)
         return images
 
 

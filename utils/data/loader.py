@@ -27,7 +27,6 @@ from utils.files import write_atomically
 
 MOST_UNREADABLE = 0.01  # of the images of a split
 BATCHES_AT_ONCE = 64  # batches whose augmentation is sampled, and copied to the device, at once
-PREFETCHED = 2  # batches that each worker prepares ahead
 DELAY_SECONDS = 0.1  # before workers are started
 EXIT_SECONDS = 1.0  # for the signal of a worker's death, after its connection has broken
 Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, unreadable files
@@ -125,7 +124,6 @@ class TorchvisionLoader(Loader):
             sampler=self.batches,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
-            prefetch_factor=PREFETCHED if num_workers else None,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=init_worker,
             generator=torch.Generator(),  # its own: DataLoader takes a number from it in each epoch

@@ -1,12 +1,7 @@
 """PROF: profile one epoch, and summarise the trace as text; docs/performance.md describes the output.
 
-Under Nsight Systems only the NVTX ranges are marked, since only one tool can listen to the driver:
-
-    nsys profile --trace=cuda,nvtx --capture-range=nvtx --nvtx-capture=PROFILE \\
-        --env-var=NSYS_NVTX_PROFILER_REGISTER_ONLY=0 python train.py --config=bs256-prof
-
-The ranges do not wait for the GPU, which would change the timing: nsys shows each range's GPU time as the range's
-projection, and the summary counts the kernels launched in a range.
+Under Nsight Systems only the NVTX ranges are marked, since only one tool can listen to the driver. The ranges do not
+wait for the GPU, which would change the timing: the summary counts the kernels launched in a range.
 """
 
 import gzip

@@ -11,7 +11,6 @@ again, from metrics.jsonl, without those of steps that it trains again.
 
 import json
 import re
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
@@ -54,7 +53,6 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, records: Iterable[Record] = ()) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        threading.excepthook = _hide_write_errors
         earlier, self._has_images, began = [*folder.glob("events.out.tfevents.*")], False, 0.0
         self._writer: Any = SummaryWriter(str(folder))
         self._writer.add_custom_scalars({"Charts": {name: ["Multiline", tags] for name, tags in CHARTS.items()}})
@@ -122,12 +120,6 @@ def numbers(record: Record) -> dict[str, float]:
     """Return a record's numbers by their tags: step/... for a log point, result/... for the end."""
     prefix, words = {"step": STEP_TAGS, "end": "result/"}.get(record["kind"], ""), ("step", "epoch")
     return {prefix + key: value for key, value in record.items() if isinstance(value, int | float) and key not in words}
-
-
-def _hide_write_errors(raised: threading.ExceptHookArgs) -> None:
-    """Suppress the tracebacks of TensorBoard's threads that cannot write: the run's log reports the error in a line."""
-    if not (isinstance(raised.exc_value, OSError) and type(raised.thread).__module__.startswith("tensorboard")):
-        threading.__excepthook__(raised)
 
 
 def compared(config: BaseConfig) -> dict[str, float | str]:
