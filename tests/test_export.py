@@ -108,9 +108,9 @@ def test_a_program_that_differs_is_refused(factor, difference):
 def test_the_program_is_compared_with_the_network_that_was_trained(tiny, one_rank, tmp_path, monkeypatch, capsys):
     """Our own layers replace the network's before training; here the replacement doubles the logits."""
 
-    def replace_wrongly(config, model, *_):
+    def replace_wrongly(model, *_):
         model.register_forward_hook(lambda module, images, logits: 2 * logits)
-        return []
+        return {}
 
     monkeypatch.setattr("utils.training.learner.use_kernels", replace_wrongly)
     Trainer(tiny(), one_rank, tmp_path, "tiny", "auto").train()

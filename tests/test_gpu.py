@@ -124,9 +124,9 @@ def test_the_fused_update_of_half_weights_is_right(tiny, gpu, nesterov, dtype):
     """For O3; PyTorch's CPU kernel was wrong up to 2.13. Of 67 weights: not a multiple of the kernel's vector width."""
     start, *gradients = torch.randn(4, 67, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
     plain, fused = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    for parameter, options in ((plain, False), (fused, ["fused_optimizer"])):
-        config = tiny(enable_extra_opts=options, lr=0.1, momentum=0.9, nesterov=nesterov)
-        optimizer = build_optimizer(config, [parameter])
+    config = tiny(lr=0.1, momentum=0.9, nesterov=nesterov)
+    for parameter in (plain, fused):
+        optimizer = build_optimizer(config, [parameter], fused=parameter is fused)
         for gradient in gradients:
             parameter.grad = gradient.clone()
             optimizer.step()
