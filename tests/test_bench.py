@@ -119,7 +119,7 @@ def bench(*arguments, launcher=()):
 def test_a_rung_is_a_block_with_settings():
     rung = ladder.read_rung(CIFAR100, "fastest+enable_compile=false+lr=0.3", ["batch_size=64"])
     assert (rung.enable_compile, rung.lr, rung.batch_size) == (False, 0.3, 64)
-    for name in ladder.split_rungs(ladder.RUNGS):
+    for name in ladder.RUNGS.split(","):
         block, _, switch = name.partition("+")
         changed = ladder.read_rung(CIFAR100, name, []) != ladder.read_rung(CIFAR100, block, [])
         assert changed is bool(switch), f"{name} changes nothing"
@@ -158,9 +158,9 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path):
 
     assert read() == {"rung": {"median": 100.0}}
     for options, message in (
-        ({"rung": "another"}, "has none of these rungs, only rung; choose with --configs"),
-        ({"before": environment | {"torch": "1.7"}}, r"was measured elsewhere: torch 1\.7 -> same"),
-        ({"lr": 0.7}, "rung differs in lr; measure it again"),
+        ({"rung": "another"}, "has none of these rungs; measure it again here"),
+        ({"before": environment | {"torch": "1.7"}}, r"was measured with another torch 1\.7; measure it again here"),
+        ({"lr": 0.7}, "was measured with another lr of rung; measure"),
     ):
         with pytest.raises(ConfigError, match=message):
             read(**options)
@@ -234,7 +234,7 @@ def test_loaders_measures_every_loader_and_writes_the_report(tmp_path):
 
 def trial_of(config, world, step=None, **options):
     defaults = {"batches": 4, "steps": 2}
-    return loaders.LoaderTrial(config, world, step, argparse.Namespace(**defaults | options))
+    return loaders.loader_trial(config, world, step, argparse.Namespace(**defaults | options))
 
 
 def counted(monkeypatch, name, function):
@@ -291,7 +291,7 @@ def test_peers_train_the_same_or_say_what_to_install(tmp_path):
     finished = bench("peers", f"--json={report}", *options, *SMALL)
     assert finished.returncode == 0, finished.stderr
     missing = [name for name in OTHERS[:2] if importlib.util.find_spec(name) is None]
-    assert all(f"{name}: skipped: {name} cannot be imported" in finished.stderr for name in missing)
+    assert all(f"{name}: skipped: No module named '{name}" in finished.stderr for name in missing)
     there = [f"{name}{switch}" for name in OTHERS if name not in missing for switch in ("", ", without keep_memory")]
     assert set(json.loads(report.read_text())["results"]) == {"this project", *there}
 
@@ -351,5 +351,5 @@ def test_a_run_of_scaling_and_its_report(tmp_path, capsys):
     content = json.loads(report.read_text())
     trials = content["results"]["weak 2"].items()
     found = {name: values["values"] for name, values in trials if isinstance(values, dict)}
-    assert set(found) == {"step_seconds", "train_images_per_sec", "communication_share"}
-    assert found["train_images_per_sec"] == pytest.approx([32 / found["step_seconds"][0]])
+    assert set(found) == {"train_images_per_sec", "communication_share"}
+    assert found["train_images_per_sec"][0] > 0

@@ -39,7 +39,7 @@ def ddp(tiny, one_rank, compiled):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = tiny(enable_compile=True, micro_batch_size=2, batch_size=8, ema_decay=0.9)
-        yield build_measured(config, one_rank, wrap_in_ddp)
+        yield build_measured(config, one_rank, wrap=wrap_in_ddp)
     finally:
         dist.destroy_process_group()
 

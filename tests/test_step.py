@@ -216,7 +216,7 @@ def test_gradients_are_averaged_once_per_step(tiny, one_rank):
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), one_rank, wrap_in_ddp)
+        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), one_rank, wrap=wrap_in_ddp)
         learner.step.model.register_comm_hook(None, reduce)
         learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
     finally:

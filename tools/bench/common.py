@@ -20,7 +20,6 @@ import torch
 from tools.common import add_count, check_writable, path_argument, write_json
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
-from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, ExpectedError
 from utils.program import end_with_parent
@@ -47,11 +46,6 @@ def read_config(options: argparse.Namespace) -> Config:
     return load_config(options.yaml_config, options.config, options.set)
 
 
-def on_all_ranks(config: Config, action: Callable[[World], None]) -> int:
-    """Run `action` on this rank of the launcher's; returns the exit status."""
-    return run_ranks(action, config.device, config.rank_timeout_seconds)
-
-
 def write_report(
     path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any], **environment: Any
 ) -> None:
@@ -60,12 +54,9 @@ def write_report(
     `environment`: values that differ from this process's."""
     if path is not None and world.is_main:
         environment = describe_environment(world.device, world.world_size) | environment
-        report = {
-            "bench": command,
-            "config": config.model_dump(mode="json"),
-            "plan": make_plan(config, world).describe(),
-        }
-        write_json(path, report | {"results": results, "environment": environment}, default=Trials.as_json)
+        plan = make_plan(config, world).describe()
+        report = {"bench": command, "config": config.model_dump(mode="json"), "plan": plan, "results": results}
+        write_json(path, report | {"environment": environment}, default=Trials.as_json)
 
 
 @dataclass(frozen=True)
@@ -89,17 +80,17 @@ class Trials:
 
 Results = dict[str, dict[str, Trials]]  # {case: {quantity: trials}}
 Case = Callable[[], Mapping[str, float]]  # runs a trial: {quantity: value}
-Evaluate = Callable[[Results], object]
 
 
 def measure(
-    cases: Mapping[str, Case], trials: int, *, warm_up: int = 1, skip: bool = True, after_trial: Evaluate = bool
-) -> Results:
+    cases: Mapping[str, Case], trials: int, *, warm_up: int = 1, skip: bool = True,
+    after_trial: Callable[[Results], object] = bool,
+) -> Results:  # fmt: skip
     """Run every case `warm_up` times, then `trials` times that count, and return the values.
 
     Trials are interleaved, one of each case after the other, so that a machine that becomes slower affects all cases
-    alike. `skip`: name and skip a case whose first trial raises `ConfigError`, unless no other is left. `after_trial`
-    gets all results after each trial of every case.
+    alike. `skip`: name and skip a case whose first trial raises `ConfigError` or lacks a package, unless it is the
+    only one left. `after_trial` gets all results after each trial of every case.
     """
     seen, results = {name: list[Mapping[str, float]]() for name in cases}, Results()
     for trial in range(-warm_up, trials):
@@ -107,20 +98,18 @@ def measure(
         for name in list(seen):
             try:
                 seen[name].append(cases[name]())
-            except ConfigError as error:
+            except (ConfigError, ImportError) as error:
                 if trial > -warm_up or not skip or len(seen) == 1:
                     raise
                 print(f"{name}: skipped: {error}", file=sys.stderr)
                 del seen[name]
-        if trial < 0:
-            continue
-        print(f"trial {trial + 1} of {trials}: {time.monotonic() - started:.1f} s", file=sys.stderr)
-        counted = {name: rows[warm_up:] for name, rows in seen.items()}
-        results = {
-            name: {quantity: Trials(tuple(row[quantity] for row in rows)) for quantity in rows[0]}
-            for name, rows in counted.items()
-        }
-        after_trial(results)
+        if trial >= 0:
+            print(f"trial {trial + 1} of {trials}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+            results = {
+                name: {quantity: Trials(tuple(row[quantity] for row in rows[warm_up:])) for quantity in rows[0]}
+                for name, rows in seen.items()
+            }
+            after_trial(results)
     return results
 
 

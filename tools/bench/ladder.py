@@ -54,19 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=path_argument, metavar="PATH", help="draw the ladder: .svg, else PNG")
 
 
-def split_rungs(names: str) -> list[str]:
-    """Split A,B,..., but not at the commas of a list [...]."""
-    return re.split(r",(?![^\[]*\])", names)
-
-
 def run(options: argparse.Namespace) -> int:
     """Measure every rung, print the table, write the report; returns 1 if the baseline was faster."""
     common.read_config(options)
     if options.plot:
         new_figure()  # fails now if matplotlib is missing, not after minutes of measuring
         check_writable("--plot", options.plot)
-    configs = {name: read_rung(options.yaml_config, name, options.set) for name in split_rungs(options.configs)}
-    first = next(iter(configs.values()))
+    names = re.split(r",(?![^\[]*\])", options.configs)  # not at the commas of a list [...]
+    configs = {name: read_rung(options.yaml_config, name, options.set) for name in names}
+    first = configs[names[0]]
     world = alone(first)
     environment = describe_environment(world.device, 1)
     baseline = read_baseline(options.baseline, environment, configs) if options.baseline else {}
@@ -76,8 +72,7 @@ def run(options: argparse.Namespace) -> int:
     def evaluate_trials(samples: common.Results) -> None:
         """Evaluate the trials so far and write the report."""
         for name, rows in samples.items():
-            if name not in images:
-                images[name] = per_image(configs[name], world, limits)
+            images[name] = images.get(name) or per_image(configs[name], world, limits)
             results[name] = evaluate(rows, images[name], limits)
         saved = {name: configs[name].model_dump(mode="json") for name in results}
         plans = {name: make_plan(configs[name], world).describe() for name in results}
@@ -92,7 +87,8 @@ def run(options: argparse.Namespace) -> int:
         figure, axes = new_figure(size=(8.5, 1.4 + 0.42 * len(results)))
         draw_bars(axes, {name: values["full"].as_json() for name, values in results.items()}, environment["device"])
         save(figure, options.plot)
-    for line in (lines := compare_with_baseline(results, baseline)):
+    lines = compare_with_baseline(results, baseline)
+    for line in lines:
         print(line)
     return int(any(line.endswith("REGRESSION") for line in lines))
 
@@ -160,20 +156,16 @@ def read_baseline(
 ) -> dict[str, dict[str, float]]:
     """Return {rung of `configs`: {"median", "min", "max"}} of an earlier report. Raises `ConfigError` if it is not
     comparable."""
-    report, problem = read_report(path), ""
+    report = read_report(path)
     before, (rungs, saved) = report["environment"], (report["results"].get(key, {}) for key in ("rungs", "configs"))
     found = {name: rungs[name]["full"] for name in configs if name in rungs}
-    if not found:
-        problem = f"has none of these rungs, only {', '.join(rungs) or 'other results'}; choose with --configs"
-    for key in COMPARABLE:
-        if (was := before.get(key)) != (now := environment.get(key)):
-            problem = f"was measured elsewhere: {key} {was} -> {now}; measure it again here"
+    differing = [f"{key} {before.get(key)}" for key in COMPARABLE if before.get(key) != environment.get(key)]
     for name in found:
         settings = configs[name].model_dump(mode="json").items()
-        if changed := [key for key, value in settings if saved[name].get(key) != value]:
-            problem = f"{name} differs in {', '.join(changed)}; measure it again"
-    if problem:
-        raise ConfigError(f"--baseline {path}: {problem}")
+        differing += [f"{key} of {name}" for key, value in settings if saved[name].get(key) != value]
+    if differing or not found:
+        problem = f"was measured with another {', '.join(differing)}" if differing else "has none of these rungs"
+        raise ConfigError(f"--baseline {path}: {problem}; measure it again here")
     return found
 
 
@@ -184,11 +176,10 @@ def compare_with_baseline(
     percent and all its trials are slower than all earlier ones, or it was skipped."""
     lines = []
     for name, before in baseline.items():
-        if name not in results:
-            lines.append(f"{name}: in the baseline, skipped now: REGRESSION")
-            continue
-        now = results[name]["full"]
-        change = 100 * (now.median / before["median"] - 1)
-        slower = change < -TOLERANCE and max(now.values) < before["min"]
-        lines.append(f"{name}: {change:+.1f} % against the baseline{' REGRESSION' if slower else ''}")
+        change, regression = "skipped now", True
+        if name in results:
+            now = results[name]["full"]
+            percent = 100 * (now.median / before["median"] - 1)
+            change, regression = f"{percent:+.1f} %", percent < -TOLERANCE and max(now.values) < before["min"]
+        lines.append(f"{name}: {change} against the baseline{': REGRESSION' if regression else ''}")
     return lines

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tools.bench import common
 from tools.common import print_table
+from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 
 DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
             print_table(f"limits of {world.device.type}: median (min-max)", ("limit", "value"), rows)
         common.write_report(options.json, "limits", config, world, results)
 
-    return common.on_all_ranks(config, measure)
+    return run_ranks(measure, config.device, config.rank_timeout_seconds)
 
 
 def measure_limits(world: World, trials: int, beginnings: tuple[str, ...] = ("",)) -> dict[str, common.Trials]:

@@ -1,28 +1,24 @@
 """Images per second of each data loader, by itself and feeding a training step, and the time that a step waits."""
 
 import argparse
-import itertools
 import time
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
-from torch import Tensor
-
 from tools.bench import common
-from tools.bench.training import build_measured, endless, images_per_sec
+from tools.bench.training import Consumer, build_measured, endless, images_per_sec
 from tools.common import add_count, print_table
 from utils.config import Config, load_config
 from utils.data.build import Loader, build_loaders, open_dataset
+from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run.logging.environment import dali_version, device_name
-from utils.training.batches import prefetch
+from utils.training.batches import Batch, prefetch
 from utils.training.learner import prepare_backends
 from utils.training.plan import make_plan
 
 BACKENDS = ",".join(["torchvision", *(["dali"] if dali_version() else []), "device", "synthetic"])
-
-Step = Callable[[Tensor, Tensor], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,51 +41,48 @@ def run(options: argparse.Namespace) -> int:
         if options.steps:
             side = open_dataset(config, world).train.image_shape[-1]
             step = build_measured(config, world, image_side=side).train_step
-        cases = {name: LoaderTrial(chosen, world, step, options) for name, chosen in configs.items()}
+        cases = {name: loader_trial(chosen, world, step, options) for name, chosen in configs.items()}
         # several ranks must all skip a case, or none
         results = common.measure(cases, options.trials, skip=world.world_size == 1)
         if world.is_main:
             show(config, world, results)
         common.write_report(options.json, "loaders", config, world, results)
 
-    return common.on_all_ranks(config, measure)
+    return run_ranks(measure, config.device, config.rank_timeout_seconds)
 
 
-class LoaderTrial:
-    """Measures one loader, built in the first trial."""
+def loader_trial(config: Config, world: World, step: Consumer | None, options: argparse.Namespace) -> common.Case:
+    """Return a function that measures one loader, which it builds in the first trial."""
+    plan, counted, steps = make_plan(config, world), options.batches, options.steps
 
-    def __init__(self, config: Config, world: World, step: Step | None, options: argparse.Namespace) -> None:
-        self.config, self.world, self.step, self.options = config, world, step, options
-
-    @cached_property
-    def loader(self) -> Loader:
-        built = build_loaders(self.config, open_dataset(self.config, self.world), self.world)
-        if self.world.is_main and built.notes:
+    @cache
+    def loader() -> Loader:
+        built = build_loaders(config, open_dataset(config, world), world)
+        if world.is_main and built.notes:
             print(*built.notes, sep="\n")
         return built.train
 
-    def __call__(self) -> Mapping[str, float]:
+    def trial() -> dict[str, float]:
         """Return images per second of the loader and of training, and the fraction of time that the host waited."""
         # the first batches do not count: they start workers, or were prepared ahead
-        config, device, counted = self.config, self.world.device, self.options.batches
-        rate = images_per_sec(config, device, endless(self.loader), max(1, counted // 4), counted, lambda *_: None)
-        if self.step is None:
+        warmup, waits = max(1, counted // 4), list[float]()
+        rate = images_per_sec(config, world.device, endless(loader()), warmup, counted, lambda *_: None)
+        if step is None:
             return {"images_per_sec": rate}
-        plan = make_plan(config, self.world)
-        batches, step, steps = prefetch(plan, endless(self.loader), device), self.step, self.options.steps
-        for images, labels in itertools.islice(batches, max(1, plan.capture_steps)):
-            step(images, labels)
-        common.synchronize(device)
-        waiting, started = 0.0, time.perf_counter()
-        for _ in range(steps):
-            before = time.perf_counter()
-            images, labels = next(batches)
-            waiting += time.perf_counter() - before
-            step(images, labels)
-        common.synchronize(device)
-        seconds, images_trained = time.perf_counter() - started, steps * config.batch_size
-        rates = {"images_per_sec": rate, "training_images_per_sec": images_trained / seconds}
-        return rates | {"waiting": waiting / seconds}
+
+        def timed(batches: Iterator[Batch]) -> Iterator[Batch]:
+            while True:
+                before = time.perf_counter()
+                batch = next(batches)
+                waits.append(time.perf_counter() - before)
+                yield batch
+
+        batches = timed(prefetch(plan, endless(loader()), world.device))
+        training = images_per_sec(config, world.device, batches, max(1, plan.capture_steps), steps, step)
+        waiting = sum(waits[-steps:]) * training / (steps * config.batch_size)
+        return {"images_per_sec": rate, "training_images_per_sec": training, "waiting": waiting}
+
+    return trial
 
 
 def show(config: Config, world: World, results: Mapping[str, Mapping[str, Any]]) -> None:

@@ -4,13 +4,12 @@ pip install ".[peers]" && python -m tools.bench peers --config=fastest
 """
 
 import argparse
-import importlib
 import logging
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,12 +80,12 @@ def rows_of(config: Config, world: World) -> dict[str, tuple[Build, Config]]:
 
 def timm_case(config: Config, warmup: int, iters: int) -> common.Case:
     """timm's train_one_epoch without its logging: task, autocast and NativeScaler or plain backward, optimizer."""
-    create_optimizer = _import("timm.optim").create_optimizer_v2
+    from timm.optim import create_optimizer_v2
     from timm.task import ClassificationTask
     from timm.utils import NativeScaler
 
     device, model, plan, dataset = _prepare(config)
-    optimizer = create_optimizer(
+    optimizer = create_optimizer_v2(
         model, opt="sgd" if config.nesterov else "momentum", lr=config.lr, momentum=config.momentum,
         weight_decay=config.weight_decay, filter_bias_and_bn=False,
     )  # fmt: skip
@@ -113,13 +112,14 @@ def timm_case(config: Config, warmup: int, iters: int) -> common.Case:
 
 def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
     """Lightning's Trainer.fit with `barebones`, which switches everything off but training."""
-    lightning = _import("lightning")
+    import lightning
+
     logging.getLogger("lightning").setLevel(logging.ERROR)  # otherwise it prints a page of advice in every trial
     warnings.filterwarnings("ignore", module="lightning")
     device, model, plan, dataset = _prepare(config)
     forward = torch.compile(model, dynamic=False) if plan.compiled else model
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    class Module(lightning.LightningModule):
         """Records when its timed steps began and ended."""
 
         def __init__(self) -> None:
@@ -143,13 +143,14 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
             return build_optimizer(config, self.model.parameters(), fused=plan.fused_optimizer)
 
     fed = Fed(config, lambda *_: None, warmup, iters, dataset)
-    names = {"O0": "32-true", "O1": "16-mixed" if plan.precision.loss_scale is not None else "bf16-mixed"}
+    half = "bf16-mixed" if plan.precision.loss_scale is None else "16-mixed"
+    precisions: dict[str, Any] = {"O0": "32-true", "O1": half}
 
     def trial() -> dict[str, float]:
         module = Module()
         trainer = lightning.Trainer(
-            barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1, precision=names[plan.precision.level],
-            accelerator="gpu" if device.type == "cuda" else "cpu",
+            barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1,
+            precision=precisions[plan.precision.level], accelerator="gpu" if device.type == "cuda" else "cpu",
         )  # fmt: skip
         trainer.fit(module, prefetch(plan, endless(fed.loader), device))
         return {"full": iters * config.batch_size / (module.ended - module.started)}
@@ -185,10 +186,3 @@ def _prepare(config: Config) -> tuple[torch.device, nn.Module, Plan, Dataset]:
     if config.enable_nhwc:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return device, model, plan, dataset
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(f'{name.partition(".")[0]} cannot be imported ({error}); pip install ".[peers]"') from None

@@ -11,20 +11,21 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tools.bench import common
-from tools.bench.training import alone, build_measured
+from tools.bench.training import alone, build_measured, images_per_sec
 from tools.common import print_table, read_counts, write_json
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
+from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, ExpectedError
 from utils.program import CODE
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         f"{mode} {processes}": partial(run_once, case, processes, threads, options.warmup, options.iters)
         for (mode, processes), case in configs.items()
     }
-    results = summarise(common.measure(cases, options.trials, warm_up=0, skip=False))
+    results = summarise(common.measure(cases, options.trials, warm_up=0))
     rows = [
         (name, f"{values['train_images_per_sec']:.0f}", f"{values['train_speed_up']:.2f}",
          f"{values['train_efficiency']:.0%}",
@@ -110,25 +111,19 @@ def measure_rank(config: Config, world: World, warmup: int, iters: int) -> dict[
     cases = {"ddp": config} | ({"no_communication": silent} if world.world_size > 1 else {})
     learners = {name: build_measured(case, world, image_side=images.shape[-1]) for name, case in cases.items()}
 
-    def time_steps(learner: Learner, steps: int) -> float:
-        """Return the seconds per step of the slowest rank."""
+    def rate(learner: Learner, steps: int) -> float:
+        """Return images per second at the pace of the slowest rank."""
         world.barrier()
-        started = time.perf_counter()
-        for _ in range(steps):
-            learner.train_step(images, labels)
-        common.synchronize(world.device)
-        world.barrier()
-        return max(world.all_gather((time.perf_counter() - started) / max(1, steps)))
+        own = images_per_sec(config, world.device, repeat((images, labels)), 0, steps, learner.train_step)
+        return min(world.all_gather(own))
 
     for learner in learners.values():
-        time_steps(learner, max(warmup, learner.plan.capture_steps))
+        rate(learner, max(1, warmup, learner.plan.capture_steps))
     steps = -(-iters // ROUNDS)
-    rounds = [{name: time_steps(learner, steps) for name, learner in learners.items()} for _ in range(ROUNDS)]
-    medians = {name: median(seconds[name] for seconds in rounds) for name in cases}
-    record = {"step_seconds": medians["ddp"], "train_images_per_sec": config.batch_size / medians["ddp"]}
-    if world.world_size > 1:
-        record["communication_share"] = 1 - medians["no_communication"] / medians["ddp"]
-    return record
+    rounds = [{name: rate(learner, steps) for name, learner in learners.items()} for _ in range(ROUNDS)]
+    medians = {name: median(rates[name] for rates in rounds) for name in cases}
+    shares = {"communication_share": 1 - medians["ddp"] / medians["no_communication"]} if len(cases) > 1 else {}
+    return {"train_images_per_sec": medians["ddp"]} | shares
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -140,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
         if world.is_main:
             write_json(Path(arguments[3]), values)
 
-    return common.on_all_ranks(config, action)
+    return run_ranks(action, config.device, config.rank_timeout_seconds)
 
 
 if __name__ == "__main__":

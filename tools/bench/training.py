@@ -3,17 +3,16 @@
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models import build_model
 from tools.bench.common import time_action
 from utils.config import Config
 from utils.data.build import Loader, build_loaders, open_dataset
 from utils.data.datasets.dataset import Dataset
-from utils.distributed.config import DistributedConfig
-from utils.distributed.ddp import distribute
 from utils.distributed.world import World, choose_device
 from utils.run.stragglers import peak_memory
 from utils.training.batches import Batch, prefetch
@@ -21,7 +20,6 @@ from utils.training.learner import Learner
 from utils.training.plan import make_plan
 
 Consumer = Callable[[Tensor, Tensor], object]
-Wrap = Callable[[DistributedConfig, nn.Module, World], nn.Module]
 STEPS_PER_EPOCH = 1000  # only for the schedule: no measurement lasts longer
 
 
@@ -30,9 +28,9 @@ def alone(config: Config) -> World:
     return World(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
 
 
-def build_measured(config: Config, world: World, wrap: Wrap = distribute, image_side: int | None = None) -> Learner:
-    """Collective: build train.py's learner, distributed over the ranks by `wrap`, for images of `image_side` pixels."""
-    learner = Learner(config, partial(build_model, image_side=image_side), world, STEPS_PER_EPOCH, wrap=wrap)
+def build_measured(config: Config, world: World, image_side: int | None = None, **options: Any) -> Learner:
+    """Collective: build train.py's learner for images of `image_side` pixels; `options` are the learner's."""
+    learner = Learner(config, partial(build_model, image_side=image_side), world, STEPS_PER_EPOCH, **options)
     learner.model.train()
     return learner
 
