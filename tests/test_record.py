@@ -73,7 +73,7 @@ def test_mean_and_deviation_over_seeds(folder, tiny):
 
 def test_seeds_of_other_commits_or_settings_are_not_averaged(folder, tiny):
     out = folder(0.4, 0.5, commits="ab")
-    with pytest.raises(ConfigError, match=r"seed-1 was run with environment: commit b{40}, unlike tiny now"):
+    with pytest.raises(ConfigError, match=r"seed-1 was run with commit b{40}, unlike tiny now"):
         record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4))
     with pytest.raises(ConfigError, match=r"seed-0 was run with lr 0\.1, unlike tiny now; give another --out"):
         record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4, lr=0.123))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from models import build_model
 from models.config import ModelConfig
-from tools.bench.reports import read_report, training_rates
+from tools.bench.reports import read_report
 from tools.common import above_zero, add_count, new_parser, path_argument, read_counts
 from utils.config import Config
 from utils.errors import DataError, exit_in_a_line
@@ -137,13 +137,13 @@ def layer_costs(network: Config | str) -> list[tuple[int, float]]:
 
 
 def read_step(path: Path) -> tuple[Step, str]:
-    """Return the fastest step on one GPU in a report of tools.bench, and a line that describes it."""
+    """Return the fastest step in a report of `tools.bench ladder`, and a line that describes it."""
     report = read_report(path)
-    rates = training_rates(report)
-    if not rates:
-        raise DataError(f"{path}: a forecast needs images/s of training on one GPU; this report has none")
-    name = max(rates, key=lambda case: rates[case][0])
-    rate, settings = rates[name]
+    rungs, configs = (report["results"].get(key, {}) for key in ("rungs", "configs"))
+    if not rungs:
+        raise DataError(f"{path}: not a report of tools.bench ladder, from which a forecast takes the fastest step")
+    rate, name = max((float(values["full"]["median"]), name) for name, values in rungs.items())
+    settings = configs.get(name, report["config"])
     needed = {*ModelConfig.model_fields, "dataset", "data_path", "image_size", "batch_size"}
     config = Config(**{key: value for key, value in settings.items() if key in needed})
     batch, device = config.batch_size, report["environment"].get("device", "one device")
@@ -170,7 +170,7 @@ def published_table(seen: bool) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
     parser, bandwidth = new_parser("predict_scaling", __doc__), partial(above_zero, unit="GB/s")
-    source, report = parser.add_mutually_exclusive_group(required=True), "a report measured on one GPU"
+    source, report = parser.add_mutually_exclusive_group(required=True), "a report of tools.bench ladder"
     source.add_argument("--from", dest="path", type=path_argument, metavar="BENCH.json", help=report)
     source.add_argument("--published", action="store_true", help="compare forecasts with published measurements")
     parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")

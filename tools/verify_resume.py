@@ -8,7 +8,6 @@ same command restarts it until it has finished. Then its weights, optimizer, ran
 rates must equal the uninterrupted run's bit for bit, and starts that found a good checkpoint must have resumed from it.
 """
 
-import argparse
 import hashlib
 import os
 import random
@@ -213,13 +212,6 @@ def train_and_kill(job: RunCommand, folder: Path, delay: float | None, generator
     return "" if status == 0 else "in training" if begun else "while starting"
 
 
-def add_limits(parser: argparse.ArgumentParser, timeout: float) -> None:
-    """Add the options of commands that interrupt runs; `timeout`: seconds of one start."""
-    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the random choices")
-    parser.add_argument("--timeout", type=seconds, default=timeout, help="seconds of one start (default: %(default)g)")
-    parser.add_argument("--work-dir", type=path_argument, help="folder for the runs (default: a temporary one)")
-
-
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the verdict; return the exit status."""
@@ -228,7 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config_arguments(parser, config="quickstart")
     add_count(parser, "--kills", 5, "number of interruptions")
     add_count(parser, "--nproc", 1, "processes, started by torchrun")
-    add_limits(parser, 1800.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the random choices")
+    parser.add_argument("--timeout", type=seconds, default=1800.0, help="seconds of one start (default: %(default)g)")
+    parser.add_argument("--work-dir", type=path_argument, help="folder for the runs (default: a temporary one)")
     options = parser.parse_args(arguments)
     settings = ["log_to_screen=true", "log_to_tensorboard=false", "save_checkpoint=true", "deterministic=true"]
     settings += options.set  # the last one wins

@@ -15,6 +15,7 @@ for the exact moment at which a signal arrives. The same command is started unti
 import fcntl
 import json
 import os
+import random
 import re
 import runpy
 import shutil
@@ -32,7 +33,7 @@ from tests.processes import fork, free_port, torchrun_variables
 from tools.common import add_count, new_parser, print_table
 from tools.runs import read_records
 from tools.verify_resume import KINDS as RECORDS
-from tools.verify_resume import METRICS, Attempt, RunCommand, add_limits, compare, find_processes
+from tools.verify_resume import METRICS, Attempt, RunCommand, compare, find_processes
 from utils.errors import ExpectedError, exit_in_a_line
 from utils.program import TRAIN
 
@@ -236,7 +237,9 @@ def main(argv=None):
     add_count(parser, "--faults", 10, "faults in total, at least")
     add_count(parser, "--nproc", 1, "ranks")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="repeat only the run with this number")
-    add_limits(parser, 300.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the random choices")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of one start (default: %(default)g)")
+    parser.add_argument("--work-dir", help="folder for the runs (default: a temporary one)")
     options = parser.parse_args(argv)
     seed, nproc, faults = options.seed, options.nproc, options.faults
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -82,17 +82,14 @@ Results = dict[str, dict[str, Trials]]  # {case: {quantity: trials}}
 Case = Callable[[], Mapping[str, float]]  # runs a trial: {quantity: value}
 
 
-def measure(
-    cases: Mapping[str, Case], trials: int, *, warm_up: int = 1, skip: bool = True,
-    after_trial: Callable[[Results], object] = bool,
-) -> Results:  # fmt: skip
-    """Run every case `warm_up` times, then `trials` times that count, and return the values.
+def measure(cases: Mapping[str, Case], trials: int, *, warm_up: int = 1, skip: bool = True) -> Iterator[Results]:
+    """Run every case `warm_up` times, then `trials` times that count; after each of these yield all values so far.
 
     Trials are interleaved, one of each case after the other, so that a machine that becomes slower affects all cases
     alike. `skip`: name and skip a case whose first trial raises `ConfigError` or lacks a package, unless it is the
-    only one left. `after_trial` gets all results after each trial of every case.
+    only one left.
     """
-    seen, results = {name: list[Mapping[str, float]]() for name in cases}, Results()
+    seen = {name: list[Mapping[str, float]]() for name in cases}
     for trial in range(-warm_up, trials):
         started = time.monotonic()
         for name in list(seen):
@@ -105,12 +102,10 @@ def measure(
                 del seen[name]
         if trial >= 0:
             print(f"trial {trial + 1} of {trials}: {time.monotonic() - started:.1f} s", file=sys.stderr)
-            results = {
+            yield {
                 name: {quantity: Trials(tuple(row[quantity] for row in rows[warm_up:])) for quantity in rows[0]}
                 for name, rows in seen.items()
             }
-            after_trial(results)
-    return results
 
 
 @contextmanager

@@ -68,20 +68,16 @@ def run(options: argparse.Namespace) -> int:
     baseline = read_baseline(options.baseline, environment, configs) if options.baseline else {}
     limits = measure_limits(world, trials=3)
     images, results = dict[str, dict[str, float]](), dict[str, dict[str, Any]]()
-
-    def evaluate_trials(samples: common.Results) -> None:
-        """Evaluate the trials so far and write the report."""
-        for name, rows in samples.items():
-            images[name] = images.get(name) or per_image(configs[name], world, limits)
-            results[name] = evaluate(rows, images[name], limits)
-        saved = {name: configs[name].model_dump(mode="json") for name in results}
-        plans = {name: make_plan(configs[name], world).describe() for name in results}
-        report = {"limits": limits, "rungs": results, "configs": saved, "plans": plans}
-        common.write_report(options.json, "ladder", first, world, report)
-
     builds = {name: partial(Rung, config, options.warmup, options.iters) for name, config in configs.items()}
     with common.in_processes(builds) as cases:
-        common.measure(cases, options.trials, after_trial=evaluate_trials)
+        for samples in common.measure(cases, options.trials):
+            for name, rows in samples.items():
+                images[name] = images.get(name) or per_image(configs[name], world, limits)
+                results[name] = evaluate(rows, images[name], limits)
+            saved = {name: configs[name].model_dump(mode="json") for name in results}
+            plans = {name: make_plan(configs[name], world).describe() for name in results}
+            report = {"limits": limits, "rungs": results, "configs": saved, "plans": plans}
+            common.write_report(options.json, "ladder", first, world, report)
     show(results, environment["device"])
     if options.plot:
         figure, axes = new_figure(size=(8.5, 1.4 + 0.42 * len(results)))

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             step = build_measured(config, world, image_side=side).train_step
         cases = {name: loader_trial(chosen, world, step, options) for name, chosen in configs.items()}
         # several ranks must all skip a case, or none
-        results = common.measure(cases, options.trials, skip=world.world_size == 1)
+        *_, results = common.measure(cases, options.trials, skip=world.world_size == 1)
         if world.is_main:
             show(config, world, results)
         common.write_report(options.json, "loaders", config, world, results)
@@ -66,7 +66,7 @@ def loader_trial(config: Config, world: World, step: Consumer | None, options: a
         """Return images per second of the loader and of training, and the fraction of time that the host waited."""
         # the first batches do not count: they start workers, or were prepared ahead
         warmup, waits = max(1, counted // 4), list[float]()
-        rate = images_per_sec(config, world.device, endless(loader()), warmup, counted, lambda *_: None)
+        rate = images_per_sec(config, world.device, warmup, counted, endless(loader()), lambda *_: None)
         if step is None:
             return {"images_per_sec": rate}
 
@@ -78,7 +78,7 @@ def loader_trial(config: Config, world: World, step: Consumer | None, options: a
                 yield batch
 
         batches = timed(prefetch(plan, endless(loader()), world.device))
-        training = images_per_sec(config, world.device, batches, max(1, plan.capture_steps), steps, step)
+        training = images_per_sec(config, world.device, max(1, plan.capture_steps), steps, batches, step)
         waiting = sum(waits[-steps:]) * training / (steps * config.batch_size)
         return {"images_per_sec": rate, "training_images_per_sec": training, "waiting": waiting}
 
@@ -92,10 +92,9 @@ def show(config: Config, world: World, results: Mapping[str, Mapping[str, Any]])
     for name, values in results.items():
         row = [name, f"{values['images_per_sec']:,.0f}"]
         if training := values.get("training_images_per_sec"):
-            waiting = common.Trials(tuple(100 * part for part in values["waiting"].values))
-            slower = f"{100 * (1 - training.median / synthetic.median):.1f}" if synthetic else ""
-            row += [f"{training:,.0f}", f"{waiting:.1f}", slower]
-            columns[2:] = ["images/s training", "waiting, % of a step", "slower than without input, %"]
+            slower = f"{1 - training.median / synthetic.median:.1%}" if synthetic else ""
+            row += [f"{training:,.0f}", f"{values['waiting']:.1%}", slower]
+            columns[2:] = ["images/s training", "waiting, of a step", "slower than without input"]
         rows.append(row)
     setting = f"{config.dataset}, batch {config.batch_size}, {world.world_size} rank(s) on {device_name(world.device)}"
     print_table(f"{setting}: median (min-max)", columns, rows)

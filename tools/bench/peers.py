@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     steps = options.warmup, options.iters
     builds = {name: partial(build, own, *steps) for name, (build, own) in rows_of(config, world).items()}
     with common.in_processes(builds) as cases:
-        results = common.measure(cases, options.trials)
+        *_, results = common.measure(cases, options.trials)
     ours = results[OURS]["full"].median
     rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
     setting = f"{config.model}, batch {config.batch_size}, {make_plan(config, world).precision}"

@@ -64,14 +64,15 @@ def run(options: argparse.Namespace) -> int:
         configs[name] = config
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for name, config in configs.items():
+            if (folders[name] / f"seed-{seed}").exists():
+                continue
             make_folder(folders[name])
-            if not (folders[name] / f"seed-{seed}").exists():
-                now = describe_environment(choose_device(config.device, 0), 1)
-                for other, folder in folders.items():
-                    check_same(folder, other, configs[other], now)
-                own = [*settings[name], f"seed={seed}"]
-                trial = run_seed(options.yaml_config, name.split("+")[0], own, folders[name])
-                print(f"seed {seed}, {name}: {trial['last_acc1']:.2%}, {trial['seconds']['run']:.1f} s", flush=True)
+            now = describe_environment(choose_device(config.device, 0), 1)
+            for other, folder in folders.items():
+                check_same(folder, other, configs[other], now)
+            own = [*settings[name], f"seed={seed}"]
+            trial = run_seed(options.yaml_config, name.split("+")[0], own, folders[name])
+            print(f"seed {seed}, {name}: {trial['last_acc1']:.2%}, {trial['seconds']['run']:.1f} s", flush=True)
     summaries = {name: summarise(folders[name], name, config) for name, config in configs.items()}
     for name, summary in summaries.items():
         if name != options.config:
@@ -159,15 +160,13 @@ def _seed_folders(out: Path) -> list[Path]:
 
 def check_same(out: Path, name: str, config: Config, environment: Mapping[str, Any]) -> None:
     """Raise `ConfigError` if the folder holds seeds of other settings, code, versions or devices."""
-
-    def described(settings: Config, where: Mapping[str, Any]) -> dict[str, Any]:
-        return settings.model_dump(exclude={"seed"}) | {f"environment: {key}": where.get(key) for key in SAME}
-
-    expected = described(config, environment)
+    expected = config.model_dump(exclude={"seed"})
     for folder in _seed_folders(out):
         path, where = folder / "config.yaml", json.loads((folder / "environment.json").read_text())
-        there = described(load_config(path, next(iter(list_blocks(path)))), where)
-        if changed := [f"{key} {there[key]}" for key, value in expected.items() if there[key] != value]:
+        there = load_config(path, next(iter(list_blocks(path)))).model_dump()
+        changed = [f"{key} {there[key]}" for key, value in expected.items() if there[key] != value]
+        changed += [f"{key} {where.get(key)}" for key in SAME if where.get(key) != environment.get(key)]
+        if changed:
             remedy = "give another --out, or move it away and run its seed again"
             raise ConfigError(f"{folder} was run with {', '.join(changed)}, unlike {name} now; {remedy}")
 

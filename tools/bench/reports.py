@@ -1,4 +1,4 @@
-"""Reads reports of tools.bench and the rates of their cases. No torch."""
+"""Reads reports of tools.bench. No torch."""
 
 import json
 from pathlib import Path
@@ -19,18 +19,3 @@ def read_report(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = str(error)
     raise DataError(f"{path}: not a report of tools.bench --json ({found}); bench COMMAND --json FILE writes one")
-
-
-def training_rates(report: dict[str, Any]) -> dict[str, tuple[float, dict[str, Any]]]:
-    """Return {case: (training images/s, configuration)} of the cases on one rank of a report of `ladder`, `scaling` or
-    `loaders`; empty for others."""
-    ranks, results, found = report["environment"].get("world_size", 1), report["results"], {}
-    configs = results.get("configs", {})
-    for name, values in results.get("rungs", results).items():
-        if not isinstance(values, dict) or report.get("bench") == "peers":
-            continue
-        scaling = "train_images_per_sec" in values  # its cases are named by mode and processes, as in "strong 2"
-        rate = values.get("full") or values.get("train_images_per_sec") or values.get("training_images_per_sec")
-        if rate and (name.endswith(" 1") if scaling else ranks == 1):
-            found[name] = float(rate["median"]), configs.get(name, report["config"])
-    return found

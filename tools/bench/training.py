@@ -43,9 +43,9 @@ def endless(loader: Loader) -> Iterator[Batch]:
 
 
 def images_per_sec(
-    config: Config, device: torch.device, batches: Iterator[Batch], warmup: int, iters: int, consume: Consumer
+    config: Config, device: torch.device, warmup: int, iters: int, batches: Iterator[Batch], consume: Consumer
 ) -> float:
-    """Return images per second of `iters` batches given to `consume`, after `warmup` that do not count."""
+    """Return images per second of `iters` batches given to `consume`, after `warmup` batches that do not count."""
 
     def consume_next(count: int) -> None:
         for images, labels in itertools.islice(batches, count):
@@ -60,11 +60,9 @@ class Fed:
 
     def __init__(self, config: Config, step: Consumer, warmup: int, iters: int, dataset: Dataset) -> None:
         world = alone(config)
-        self.device, self.config, self.step, self.steps = world.device, config, step, (warmup, iters)
+        self.device, self.step = world.device, step
+        self.time = partial(images_per_sec, config, world.device, warmup, iters)
         self.plan, self.loader = make_plan(config, world), build_loaders(config, dataset, world).train
-
-    def time(self, batches: Iterator[Batch], consume: Consumer) -> float:
-        return images_per_sec(self.config, self.device, batches, *self.steps, consume)
 
     def __call__(self) -> dict[str, float]:
         return {"full": self.time(prefetch(self.plan, endless(self.loader), self.device), self.step)}
