@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from utils.base_config import as_yaml
 from utils.training.config import TrainingConfig
 from utils.training.learner import Learner
 from utils.training.precision import MasterWeights, Precision
@@ -22,6 +21,7 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
     per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, image_shape)
     activations = per_image * learner.batch.micro_batch_size
     total = f"{(states + activations) / 1e9:.2f} GB"
+    schedule_name = config.lr_schedule if isinstance(config.lr_schedule, str) else list(config.lr_schedule)
     lines = [
         f"model            {network}, {parameters:,} parameters, {learner.precision}",
         f"training images  {dataset}, {steps * config.batch_size:,} in {steps} steps per epoch",
@@ -29,7 +29,7 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
         f"epochs           {config.max_epochs}, {schedule.total_steps:,} steps",
         f"memory estimate  {total} per rank, without libraries and workspaces:",
         f"  weights, gradients and optimizer {states / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB",
-        f"learning rate    schedule {as_yaml(config.lr_schedule)}",
+        f"learning rate    schedule {schedule_name}",
     ]
     turns = (0, schedule.warmup_steps, *schedule.milestone_steps, schedule.total_steps)
     steps_shown = sorted({step for turn in turns for step in (turn - 1, turn) if 0 <= step < schedule.total_steps})
