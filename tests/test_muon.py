@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from utils.training.learner import Learner
 from utils.training.optimizers.build import build_optimizer
 from utils.training.optimizers.muon import (
     ADAM_BETA2,
@@ -50,6 +51,15 @@ def test_every_parameter_is_trained_whatever_its_dimensions(tiny):
     ).param_groups
     assert sorted(list(parameter.shape) for group in groups for parameter in group["params"]) == sorted(shapes)
     assert [list(p.shape) for group in groups if group["orthogonalise"] for p in group["params"]] == [[2, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O2"])
+def test_a_parameter_of_its_own_is_no_convolution(tiny, one_rank, opt_level):
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 10))
+    network.scale = nn.Parameter(torch.ones(2, 4, 1, 1))
+    config = tiny(optimizer="muon", lr=0.01, opt_level=opt_level, amp_dtype="bf16")
+    groups = Learner(config, lambda _: network, one_rank, 1).optimizer.param_groups
+    assert [list(p.shape) for group in groups if group["orthogonalise"] for p in group["params"]] == [[4, 3, 3, 3]]
 
 
 def start():

@@ -151,8 +151,13 @@ class Learner(Classifier):
         seeds.seed_random_state(seeds.seed_of(config.seed, world.rank, step=0))
         plan, weights = self.plan, self.weights
         self.batch = plan.batch
-        on_device = {"fused": plan.fused_optimizer, "graphed": plan.graphed}
-        self.optimizer = build_optimizer(config, weights.parameters(), **on_device)
+        convolutions = [module for module in self.model.modules() if isinstance(module, nn.Conv2d)]
+        of_convolutions = {id(own) for module in convolutions for own in module.parameters()}
+        pairs = zip(self.model.parameters(), weights.parameters(), strict=True)
+        filters = [updated for own, updated in pairs if id(own) in of_convolutions]
+        self.optimizer = build_optimizer(
+            config, weights.parameters(), filters, fused=plan.fused_optimizer, graphed=plan.graphed
+        )
         self.loss_scaler = LossScaler(plan.precision.device_type, plan.precision.loss_scale)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
         self.schedule, self.plateau = Schedule(config, steps_per_epoch), Plateau(config.plateau_patience)

@@ -16,13 +16,14 @@ CONFIGURED = ("lr", "initial_lr", "weight_decay", "momentum")  # options of any 
 
 
 def build_optimizer(
-    config: SpeedConfig, parameters: Iterable[nn.Parameter], *, fused: bool = False, graphed: bool = False
-) -> torch.optim.Optimizer:
-    """Build `optimizer` for `parameters`. EXTRA: `fused`: SGD or AdamW as one kernel; otherwise PyTorch chooses, on a
-    GPU its foreach kernels. `graphed`: keep the learning rate in a tensor on the device, since a CUDA graph freezes
-    numbers."""
+    config: SpeedConfig, parameters: Iterable[nn.Parameter], filters: Iterable[nn.Parameter] | None = None, *,
+    fused: bool = False, graphed: bool = False,
+) -> torch.optim.Optimizer:  # fmt: skip
+    """Build `optimizer` for `parameters`; `filters`: those of convolutions, for Muon (None: all with four dimensions).
+    EXTRA: `fused`: SGD or AdamW as one kernel; otherwise PyTorch chooses, on a GPU its foreach kernels. `graphed`: keep
+    the learning rate in a tensor on the device, since a CUDA graph freezes numbers."""
     parameters = list(parameters)
-    groups = _parameter_groups(config, parameters)
+    groups = _parameter_groups(config, parameters, {*map(id, parameters if filters is None else filters)})
     rate = torch.tensor(config.peak_lr, device=parameters[0].device) if graphed else config.peak_lr
     common: dict[str, Any] = {"lr": rate, "weight_decay": config.weight_decay}
     momentum: dict[str, Any] = {"momentum": config.momentum, "nesterov": config.nesterov}
@@ -59,8 +60,9 @@ def _build_external(config: SpeedConfig, groups: list[dict[str, Any]]) -> torch.
         return create_optimizer_v2(groups, opt=name.removeprefix(TIMM), **values)
 
 
-def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """Group the parameters by their treatment. Vectors are BatchNorm's parameters and biases."""
+def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter], known: set[int]) -> list[dict[str, Any]]:
+    """Group the parameters by their treatment. Vectors are BatchNorm's parameters and biases. `known`: the ids of
+    convolutions' parameters."""
     muon = config.optimizer == "muon"
     if config.weight_decay_bn_bias and not muon:
         return [{"params": parameters}]
@@ -71,7 +73,7 @@ def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter]) -> li
     filters, others = list[nn.Parameter](), list[nn.Parameter]()
     for parameter in [parameter for parameter in parameters if parameter.ndim > 1]:
         # convolutions, but no depthwise one [C, 1, h, w] and no scale [1, C, 1, 1]
-        mixes_channels = parameter.ndim == 4 and min(parameter.shape[:2]) > 1
+        mixes_channels = id(parameter) in known and parameter.ndim == 4 and min(parameter.shape[:2]) > 1
         (filters if muon and mixes_channels else others).append(parameter)
     return [{"params": filters}] * muon + [{"params": others} | adamw, vectors]
 
