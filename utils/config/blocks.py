@@ -82,22 +82,18 @@ def _flatten(path: Path, block: CommentedMap, chain: tuple[tuple[Path, str], ...
     own = block.lc.data or {}  # {key: [line, ...] from 0} of the block's own keys
     origins = {key: f"{path}:{position[0] + 1}" for key, position in own.items()}
     entries = dict[str, Entry]()
-    if "extends" in own:
-        entries |= _extended(path, block["extends"], origins["extends"], chain)
+    if "extends" in own:  # FILE#BLOCK; FILE is searched in the folder of `path`, then next to the code
+        file, _, name = str(block["extends"]).rpartition("#")
+        what = f"{origins['extends']}: extends {shown(block['extends'])}: "
+        other = find_file(Path(file).expanduser(), path.parent)
+        if not file or not name:
+            raise ConfigError(f"{what}expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt")
+        if not other.is_file():
+            raise ConfigError(f"{what}no such file; expected one in {path.parent.resolve()} or next to the code")
+        entries |= _block(other, name, what, chain)
     for merged in reversed(list(block.merge)):  # of several merged blocks the first one wins
         entries |= _flatten(path, merged, chain)
     return entries | {str(key): Entry(_plain(block[key]), origins[key]) for key in own if key != "extends"}
-
-
-def _extended(path: Path, text: Any, origin: str, chain: tuple[tuple[Path, str], ...]) -> dict[str, Entry]:
-    """Return the keys of `extends: FILE#BLOCK`; FILE is searched in the folder of `path`, then next to the code."""
-    file, _, name = str(text).rpartition("#")
-    what, other = f"{origin}: extends {shown(text)}: ", find_file(Path(file).expanduser(), path.parent)
-    if not file or not name:
-        raise ConfigError(f"{what}expected FILE#BLOCK without a space, such as cifar100.yaml#bs128-opt")
-    if not other.is_file():
-        raise ConfigError(f"{what}no such file; expected one in {path.parent.resolve()} or next to the code")
-    return _block(other, name, what, chain)
 
 
 def _read_blocks(path: Path) -> dict[str, CommentedMap]:

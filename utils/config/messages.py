@@ -20,16 +20,14 @@ class Entry(NamedTuple):
 
 
 def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) -> str:
-    """Return a message of at most two lines: the first problem, and the names of other wrong keys."""
-    problems = error.errors(include_url=False)
-    wrong = list(dict.fromkeys(str(problem["loc"][0]) for problem in problems if problem["loc"]))
-    if not wrong:  # a combination of keys: show where one of them was set, on the command line if there
-        message = problems[0]["msg"].removeprefix("Value error, ")
+    """Describe the first problem in a line."""
+    problem = error.errors(include_url=False)[0]
+    if not problem["loc"]:  # a combination of keys: show where one of them was set, on the command line if there
+        message = problem["msg"].removeprefix("Value error, ")
         named = [entry.origin for key, entry in entries.items() if re.search(rf"\b{re.escape(key)}\b", message)]
         return f"{max(named[::-1], key=lambda origin: origin.startswith('--set'), default=block)}: {message}"
-    value, origin = entries[wrong[0]]
-    message = wrong_value(wrong[0], f"is {shown(value)}", origin)
-    return message + (f"\nalso wrong: {shortened(', '.join(wrong[1:]), 300)}" if wrong[1:] else "")
+    value, origin = entries[key := str(problem["loc"][0])]
+    return wrong_value(key, f"is {shown(value)}", origin)
 
 
 def wrong_value(key: str, what: str, origin: str) -> str:

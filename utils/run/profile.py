@@ -127,7 +127,11 @@ def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> s
     largest = sorted(times.items(), key=lambda item: -item[1])[:TOP]
     lines += [f"  {100 * time / total:5.1f} %  {name[:90]}" for name, time in largest]
     if work:
-        lines.append(_describe_gaps(work, total))
+        reached = [*accumulate((event.end for event in work), max)]  # `work` is sorted by start
+        gaps = [event.start - end for event, end in zip(work[1:], reached, strict=False) if event.start > end]
+        idle, longest = 100 - 100 * (reached[-1] - work[0].start - sum(gaps)) / total, max(gaps, default=0) / 1e3
+        found = f"the GPU is idle {idle:.1f} % of the time, {len(gaps)} gaps, the longest {longest:.2f} ms"
+        lines.append(f"launch gaps: {found}")
         waits = [event for event in inside if event.category in LAUNCHES and HOST_WAITS.search(event.name)]
         lines.append(f"host synchronisations: {len(waits) / count:.1f} an iteration, {_share(waits, total)}")
     transposes = (event for event in work or inside if TRANSPOSES.search(event.name))
@@ -147,15 +151,6 @@ def _describe_ranges(ranges: dict[str, list[Event]], work: Sequence[Event], tota
         on_gpu = f" {inside / 1e3 / len(occurrences):10.3f}" if work else ""
         lines.append(f"  {name:24} {host:10.3f} {_share(occurrences, total):>7}{on_gpu}")
     return lines
-
-
-def _describe_gaps(work: Sequence[Event], total: float) -> str:
-    """Describe when the GPU was idle; `work` by start."""
-    reached = [*accumulate((event.end for event in work), max)]
-    gaps = [event.start - end for event, end in zip(work[1:], reached, strict=False) if event.start > end]
-    idle = 100 - 100 * (reached[-1] - work[0].start - sum(gaps)) / total
-    longest = max(gaps, default=0) / 1e3
-    return f"launch gaps: the GPU is idle {idle:.1f} % of the time, {len(gaps)} gaps, the longest {longest:.2f} ms"
 
 
 def _share(events: Iterable[Event], total: float) -> str:

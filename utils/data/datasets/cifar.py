@@ -110,10 +110,14 @@ def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archiv
             folder = _fetch(version, data_path, archive)
         if folder is not None and folder.name == version.folder:
             return [_read_binary(folder, version, split) for split in (version.train, version.valid)]
-        if folder is not None:
-            return _read_pickles(folder, version)
+        if folder is not None:  # torchvision verifies every file's published MD5 before it unpickles any
+            splits = [version.dataset_class(folder.parent, train=train) for train in (True, False)]
+            # of [N, 32, 32, 3], a view of planes; transposing back gives a contiguous array
+            return [(split.data.transpose(0, 3, 1, 2), np.asarray(split.targets, np.int64)) for split in splits]
     except DataError as error:
         problem = str(error)
+    except RuntimeError as error:
+        problem = f"{folder}: incomplete or altered: {error}; expected the official files"
     except OSError as error:
         problem = f"{error.filename or data_path}: {error.strerror}"
     away = "" if folder is None else f". Move {folder} away"
@@ -152,16 +156,6 @@ def _fetch(version: CifarVersion, data_path: Path, archive: Path | None) -> Path
             what = "downloaded" if archive is None else f"unpacked from {archive}"
             raise DataError(f"{version.title} cannot be {what} to {data_path}: {error}") from error
     return target
-
-
-def _read_pickles(folder: Path, version: CifarVersion) -> list[Arrays]:
-    """Read with torchvision, which verifies every file's published MD5 before it unpickles any."""
-    try:
-        splits = [version.dataset_class(folder.parent, train=train) for train in (True, False)]
-    except RuntimeError as error:
-        raise DataError(f"{folder}: incomplete or altered: {error}; expected the official files") from error
-    # torchvision returns [N, 32, 32, 3], a view of planes; transposing back gives a contiguous array.
-    return [(split.data.transpose(0, 3, 1, 2), np.asarray(split.targets, np.int64)) for split in splits]
 
 
 def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arrays:

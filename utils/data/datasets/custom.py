@@ -67,20 +67,15 @@ def _read_split(what: str, pair: Any, num_classes: int, data_path: Path) -> Spli
         raise DataError(f"{what}: labels range from {low} to {high}; class_names has {num_classes} names")
     labels = labels.astype(np.int64)
     if all(isinstance(path, str | os.PathLike) for path in pair[0]):
-        return ImageFiles(labels, 0, 1.0, data_path, np.array(_below(data_path, [*map(os.fsencode, pair[0])])))
+        paths, start = [*map(os.fsencode, pair[0])], os.fsencode(os.path.join(data_path, ""))
+        if os.path.isabs(paths[0]) or not os.path.exists(start + paths[0]):  # relative, so that the folder can move
+            paths = [path.removeprefix(start) for path in paths]
+        return ImageFiles(labels, 0, 1.0, data_path, np.array(paths))
     images = np.asarray(pair[0])  # a memory map stays a memory map
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or not min(images.shape):
         found = f"images are {images.dtype} {list(images.shape)}"
         raise DataError(f"{what}: {found}; expected uint8 [N, 3, H, W], or paths of files")
     return ImageArrays(images if min(images.strides) >= 0 else images.copy(), labels)  # torch takes no [:, ::-1]
-
-
-def _below(folder: Path, paths: list[bytes]) -> list[bytes]:
-    """Return the paths relative to `folder` where they lie in it, so that the folder can move; others unchanged."""
-    start = os.fsencode(os.path.join(folder, ""))
-    if not os.path.isabs(paths[0]) and os.path.exists(start + paths[0]):
-        return paths
-    return [path.removeprefix(start) for path in paths]
 
 
 def _read_per_channel(what: str, values: Any) -> tuple[float, ...]:
