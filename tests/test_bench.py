@@ -283,7 +283,7 @@ def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny):
 def test_peers_refuses_what_the_other_trainers_lack(capsys, setting, use):
     assert main(["peers", "--config=fastest", f"--set={setting}"]) == 2
     found = setting.replace("=", " ")
-    assert f"error: {found}: the other trainers' steps here lack it; use {use}\n" in capsys.readouterr().err
+    assert f"error: {found}: the other trainers here lack it; use {use}\n" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def test_the_program_is_compared_with_the_network_that_was_trained(tiny, one_ran
 
 def test_without_a_checkpoint_or_with_a_damaged_one(tmp_path, capsys):
     assert export.main([str(tmp_path)]) == 4
-    assert "has no checkpoints/best.pt; give a run's folder" in capsys.readouterr().err
+    assert "checkpoints/best.pt: holds no checkpoint of a step; give a run's folder" in capsys.readouterr().err
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/best.pt").write_bytes(b"PK" * 500)
     assert export.main([str(tmp_path)]) == 4

@@ -43,9 +43,6 @@ def at_least(text: str, least: int) -> int:
     return int(text)
 
 
-at_least_one = partial(at_least, least=1)
-
-
 def path_argument(text: str) -> Path:
     """Parse a path that is not empty, for argparse."""
     return Path(not_empty(text))

@@ -27,7 +27,7 @@ from tools.common import make_folder, new_parser, path_argument
 from tools.runs import read_run_folder
 from tools.trained import Trained, load_classifier, normalisation, open_trained
 from utils.distributed.world import World
-from utils.errors import CheckpointError, ExpectedError, exit_in_a_line
+from utils.errors import ExpectedError, exit_in_a_line
 from utils.files import strict_json, write_atomically
 from utils.user_code import user_code_errors
 
@@ -70,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=path_argument, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
     parser.add_argument("--out", type=path_argument, metavar="DIR", help="where to write (default: RUN_DIR/export)")
     options = parser.parse_args(argv)
-    if not (options.run / "checkpoints/best.pt").is_file():
-        raise CheckpointError(f"{options.run}: has no checkpoints/best.pt; give a run's folder, such as expts/NAME")
     print("\n".join(export(options.run, options.out or options.run / "export")))
     return 0
 

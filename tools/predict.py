@@ -44,7 +44,6 @@ class Predictions(NamedTuple):
 
     split: Split
     indices: np.ndarray  # int64 [N], in `split`
-    labels: np.ndarray  # int64 [N]; -1: the true class is unknown
     probabilities: np.ndarray  # float64 [N, classes]
     unreadable: dict[str, str]  # name: reason
 
@@ -62,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     what = "files, folders of images, folders of class folders (default: the run's own validation set)"
     parser.add_argument("images", nargs="*", type=path_argument, metavar="IMAGE", help=what)
-    out = Path("predictions")
-    parser.add_argument("--out", type=path_argument, default=out, metavar="DIR", help="default: predictions")
+    parser.add_argument("--out", type=path_argument, default="predictions", metavar="DIR", help="default: %(default)s")
     add_count(parser, "--pictures", 60, "maximum number of pictures on the page")
     options = parser.parse_intermixed_args(argv)
 
@@ -91,13 +89,14 @@ def predict(trained: Trained, paths: list[Path], world: World) -> tuple[Predicti
     order = indices.argsort()
     chosen, probabilities = indices[order].numpy(), outputs[order].double().softmax(1).numpy()
     lines = [*trained.notes, *notes, *classifier.notes, trained.describe(classifier, world)]
-    return Predictions(split, chosen, split.labels[chosen], probabilities, unreadable), lines
+    return Predictions(split, chosen, probabilities, unreadable), lines
 
 
 def write(folder: Path, trained: Trained, predictions: Predictions, pictures: int) -> list[str]:
     """Write the files into `folder`; return lines that describe them."""
-    split, indices, labels, probabilities, unreadable = predictions
-    names, predicted, known = trained.class_names, probabilities.argmax(1), labels >= 0
+    split, indices, probabilities, unreadable = predictions
+    names, predicted, labels = trained.class_names, probabilities.argmax(1), split.labels[indices]
+    known = labels >= 0  # -1: the true class is unknown
     images = f"{len(known):,} images"
     if known.any():
         right = (labels == predicted).sum() / known.sum()

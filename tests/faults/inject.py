@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tools.common import add_count, as_settings, at_least_one, new_parser, print_table
+from tools.common import add_count, as_settings, new_parser, print_table
 from utils.config import load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import find_launch
@@ -243,7 +243,7 @@ def parser():
     add_count(parser, "--clean", 1000, "checked steps of a campaign without flips")
     parser.add_argument("--seed", type=int, default=0, help="seed of the flips (default: 0)")
     parser.add_argument("--strike", choices=KINDS, metavar="KIND", help=f"train with one flip: {', '.join(KINDS)}")
-    parser.add_argument("--step", type=at_least_one, metavar="N", help="--strike: in this step, counted from 1")
+    parser.add_argument("--step", type=int, metavar="N", help="--strike: in this step, counted from 1")
     parser.add_argument("--rank", type=int, default=0, metavar="RANK", help="--strike: on this rank (default: 0)")
     parser.add_argument("--run-dir", default="expts/inject", metavar="DIR", help="--strike: the run's folder")
     return parser

@@ -37,9 +37,7 @@ RUNGS = (
     "fastest+enable_compile=false"  # Inductor's layouts may be slower: pytorch/pytorch#189239
 )
 COMPARABLE = (*VERSIONS, "threads", "world_size", "host")
-COLUMNS = (
-    "rung", "full, images/s", "speed-up", "step only", "loader only", "TFLOP/s", "arithmetic", "memory", "GB",
-)  # fmt: skip
+COLUMNS = ("rung", "full, images/s", "speed-up", "step only", "loader only", "TFLOP/s", "arithmetic", "memory", "GB")
 TOLERANCE = 5  # percent; a rung that is slower by more is a regression
 # A step moves at least this: each stored activation and its gradient is written once and read once.
 TRAFFIC_PER_ACTIVATION = 4
@@ -114,13 +112,9 @@ def evaluate(
     samples: Mapping[str, common.Trials], image: Mapping[str, float], limits: Mapping[str, common.Trials]
 ) -> dict[str, Any]:
     """Return the trials with TFLOP/s and the fractions of the hardware limits."""
-    rate = samples["full"].median
-    return {
-        **samples,
-        "tflops": rate * image["flops"] / 1e12,
-        "arithmetic_share": rate * image["flops"] / 1e12 / image["limit"],
-        "memory_share": rate * image["bytes"] / 1e9 / limits["memory, GB/s"].median,
-    }
+    tflops, gigabytes = (samples["full"].median * amount for amount in (image["flops"] / 1e12, image["bytes"] / 1e9))
+    shares = tflops / image["limit"], gigabytes / limits["memory, GB/s"].median
+    return {**samples, "tflops": tflops, "arithmetic_share": shares[0], "memory_share": shares[1]}
 
 
 def show(results: Mapping[str, Mapping[str, Any]], device: str) -> None:

@@ -45,8 +45,7 @@ def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     for key, known in EXPECTED.items():
         if (value := getattr(config, key)) not in known:
-            lacking = "the other trainers' steps here lack it"
-            raise ConfigError(f"{key} {as_yaml(value)}: {lacking}; use {as_yaml(known[0])}")
+            raise ConfigError(f"{key} {as_yaml(value)}: the other trainers here lack it; use {as_yaml(known[0])}")
     world = alone(config)
     steps = options.warmup, options.iters
     builds = {name: partial(build, own, *steps) for name, (build, own) in rows_of(config, world).items()}
@@ -178,11 +177,11 @@ def plain_case(config: Config, warmup: int, iters: int) -> common.Case:
 
 def _prepare(config: Config) -> tuple[torch.device, nn.Module, Plan, Dataset]:
     """Return what all trainers share: the device, the network with the seed's weights, the plan, the data."""
-    device, dataset = alone(config).device, open_dataset(config, alone(config))
-    plan = make_plan(config, alone(config))
+    world = alone(config)
+    dataset, plan = open_dataset(config, world), make_plan(config, world)
     prepare_backends(config, plan)
     torch.manual_seed(config.seed)
-    model = build_model(config, dataset.train.image_shape[-1]).to(device)
+    model = build_model(config, dataset.train.image_shape[-1]).to(world.device)
     if config.enable_nhwc:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return device, model, plan, dataset
+    return world.device, model, plan, dataset

@@ -27,7 +27,6 @@ from utils.data.sampling import IntArray
 from utils.errors import DataError
 from utils.files import name_file_in_error, open_regular, partial_folder, sync_folder, write_atomically, write_new
 
-SPLITS = ("train", "val")
 THREADS = 8  # opening many small files is waiting, not computing
 END_OF_TAR = 1024  # bytes of zeros at least
 MAX_DIGITS = 6  # of a label
@@ -48,7 +47,7 @@ def make_shards(folder: Path, source: Path, images_per_shard: int) -> str:
         with partial_folder(folder, folder.with_name(f".{folder.name}-shards.lock")) as made:
             if os.path.lexists(folder):
                 raise DataError(f"{folder}: exists already; move it away, or omit --from to index the shards in it")
-            for name, split in zip(SPLITS, (dataset.train, dataset.valid), strict=True):
+            for name, split in (("train", dataset.train), ("val", dataset.valid)):
                 assert isinstance(split, ImageFiles)
                 (made / name).mkdir()
                 count = len(split.labels)
