@@ -289,7 +289,8 @@ class Trainer:
         lock."""
         run = self.run
         opened = self.world.main_only(lambda: open_run(run, self.resume))
-        state, pretrained = self.world.broadcast((opened.state, opened.pretrained) if opened else (None, None))
+        lock, state, pretrained = opened or (nullcontext(), None, None)
+        state, pretrained = self.world.broadcast((state, pretrained))
         if pretrained is not None:
             self.learner.load_network({"model": pretrained, "average": None})
         if state is not None:
@@ -300,7 +301,7 @@ class Trainer:
             run.data.update(saved)
             for loader in self.loaders.every():
                 loader.normalise.set_statistics(run.data["mean"], run.data["std"])
-        return opened.lock if opened else nullcontext()
+        return lock
 
     def _report_unreadable(self) -> None:
         for line in report_unreadable(self.world, self.loaders.every(), self.run.folder):

@@ -39,9 +39,9 @@ def resume(tiny, one_rank, folder):
 
     def open_from(path="auto", run_dir=folder):
         opening.folder, opening.log.waiting = run_dir, []
-        opened = open_run(opening, str(path))
-        opened.lock.close()
-        return opened
+        lock, state, _ = open_run(opening, str(path))
+        lock.close()
+        return state
 
     open_from.lines = lambda: opening.log.waiting
 
@@ -99,7 +99,7 @@ def test_the_log_names_skipped_checkpoints_and_lost_best_weights(resume, saved):
         f"Resuming from {saved / 'step-000000008.pt'}: epoch 3, batch 0, step 8",
         f"The best weights so far, of epoch {best}, are lost: only later epochs count as best",
     ]
-    assert opened.state["best"] == checkpoint.NO_BEST and not (saved / "best.pt").exists()
+    assert opened["best"] == checkpoint.NO_BEST and not (saved / "best.pt").exists()
 
 
 def test_without_a_good_one_it_is_an_error_of_status_4(folder, resume):
@@ -282,18 +282,18 @@ def names(folder):
 
 def test_resume_path_copies_the_checkpoints_into_the_run(resume, saved, tmp_path):
     """So a kill before the next save loses nothing, and the best weights are never missing."""
-    best, copies = resume(tmp_path / "run", tmp_path / "second").state["best"]["epoch"], tmp_path / "second/checkpoints"
+    best, copies = resume(tmp_path / "run", tmp_path / "second")["best"]["epoch"], tmp_path / "second/checkpoints"
     steps = {name: read_checkpoint(copies / name)["step"] for name in names(copies)}
     assert steps == {"best.pt": 4 * best, "step-000000012.pt": 12} and best > 0
     (saved / "best.pt").unlink()
-    assert resume(tmp_path / "run", tmp_path / "third").state["best"]["epoch"] == 0
+    assert resume(tmp_path / "run", tmp_path / "third")["best"]["epoch"] == 0
 
 
 def test_going_back_sets_aside_later_checkpoints_and_of_each_name_only_the_last(resume, saved, state):
     later = encode(state | {"best": {"acc1": 0.9, "epoch": 3}})  # as if the accuracy had risen
     for step, kept, best in ((8, [4, 8], 0), (4, [4], 0), (4, [4], 0)):
         (saved / "best.pt").write_bytes(later)
-        assert resume(saved / f"step-00000000{step}.pt").state["best"]["epoch"] == best
+        assert resume(saved / f"step-00000000{step}.pt")["best"]["epoch"] == best
         assert sorted(read_checkpoint(path)["step"] for path in list_checkpoints(saved)) == kept
         assert (saved / "best.pt.1").read_bytes() == later and not (saved / "best.pt").exists()
     assert names(saved) == ["best.pt.1", "step-000000004.pt", "step-000000008.pt.1", "step-000000012.pt.1"]

@@ -27,15 +27,15 @@ def start(tiny, one_rank, tmp_path, monkeypatch):
 
     def open_as(restarts, resume="auto"):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
-        return open_run(opening, resume)
+        return open_run(opening, resume)[0]
 
     return open_as
 
 
 def test_a_restarted_job_waits_for_its_earlier_start(start, monkeypatch):
     earlier = start(0)
-    monkeypatch.setattr(time, "sleep", lambda seconds: earlier.lock.close())
-    start(1).lock.close()
+    monkeypatch.setattr(time, "sleep", lambda seconds: earlier.close())
+    start(1).close()
 
 
 @pytest.mark.parametrize("restarts", [1, 0], ids=["too long", "first"])
@@ -45,7 +45,7 @@ def test_the_error_for_other_starts_names_the_holder_and_the_folder_stays(start,
     with pytest.raises(ConfigError, match=f"{HOLDER}, of the job 7; wait for it or choose"):
         start(restarts, resume="never")
     assert (time.monotonic() - began > 0.5) is (restarts > 0) and sorted(tmp_path.rglob("*")) == before
-    earlier.lock.close()
+    earlier.close()
 
 
 def test_a_start_that_still_reads_its_checkpoint_is_named(start, tmp_path, monkeypatch):
@@ -54,7 +54,7 @@ def test_a_start_that_still_reads_its_checkpoint_is_named(start, tmp_path, monke
             lock_folder(tmp_path / "run")
 
     monkeypatch.setattr(Run, "read_pretrained", look)
-    start(0).lock.close()
+    start(0).close()
 
 
 def test_a_folder_that_is_moved_aside_between_opening_and_locking_is_not_locked(tmp_path, monkeypatch):

@@ -130,9 +130,10 @@ def _plan_epochs(config: DataConfig, labels: IntArray, world: World, training: b
     if config.batch_size > len(labels):
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(labels)} training images; use fewer")
     size = divide_batch(config.batch_size, world.world_size, config.micro_batch_size).rank_batch_size
+    limits = config.limit_train_batches, config.profiling_iters_per_epoch if config.enable_profiling else None
     return EpochPlan(
         len(labels), size, world.rank, world.world_size, training=True, seed=config.seed,
-        augmentation=config if config.augments_images else None, limit=config.train_limit,
+        augmentation=config if config.augments_images else None, limit=min(filter(None, limits), default=None),
     )  # fmt: skip
 
 

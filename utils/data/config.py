@@ -88,12 +88,6 @@ class LoaderConfig(SharedConfig):
     profiling_iters_per_epoch: Annotated[PositiveInt, KeyFlag.FREE_ON_RESUME] = 100
     """PROF: training batches per epoch while profiling is enabled."""
 
-    @property
-    def train_limit(self) -> int | None:
-        """Maximum training batches per epoch: the smaller limit of `limit_train_batches` and profiling."""
-        limits = [self.limit_train_batches, self.profiling_iters_per_epoch if self.enable_profiling else None]
-        return min((limit for limit in limits if limit is not None), default=None)
-
 
 class DataConfig(LoaderConfig, AugmentationConfig, DatasetConfig):
     """All data settings."""

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -32,16 +32,10 @@ ALWAYS_KEPT = (*STARTS, "stop", "lost")  # kinds kept when a run goes back to an
 State = dict[str, Any]  # of a checkpoint
 
 
-class OpenedRun(NamedTuple):
-    """A run folder that this process has locked."""
-
-    lock: IO[str]  # held while this file is open
-    state: State | None  # the checkpoint to resume from
-    pretrained: dict[str, Tensor] | None  # the weights that a new run starts with
-
-
-def open_run(run: Run, resume: str) -> OpenedRun:
+def open_run(run: Run, resume: str) -> tuple[IO[str], State | None, dict[str, Tensor] | None]:
     """Lock the folder of `run`, and resume the run in it or move that run aside; `resume` is auto, never, or a path.
+    Return the lock, held while this file is open, the checkpoint to resume from, and the weights that a new run starts
+    with.
 
     A job that Slurm or torchrun restarts resumes what its earlier start wrote here, whatever `resume` says. It waits
     for an earlier start that still holds the folder, such as one that is cut off from the other ranks and from the
@@ -80,7 +74,7 @@ def open_run(run: Run, resume: str) -> OpenedRun:
         run.resumed_from = path
         run.clock.reached = max((record["step"] for record in read_records(folder)), default=0)
         undo.pop_all()
-    return OpenedRun(lock, state, pretrained[0] if pretrained else None)
+    return lock, state, pretrained[0] if pretrained else None
 
 
 def _check_fit(run: Run, path: Path, state: State, *, automatic: bool) -> None:

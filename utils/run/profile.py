@@ -29,7 +29,6 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")
 # Kernels of cuDNN and PyTorch, and PyTorch's CPU operators, that only change a memory layout. On a CPU, oneDNN reorders
 # inside its convolutions, which a trace does not show.
 TRANSPOSES = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|aten::contiguous$", re.IGNORECASE)
-HOST_WAITS = re.compile(r"cuda(Device|Stream|Event)Synchronize|cudaMemcpy$")
 TOP = 8
 MEMORY_EVENTS = 100_000  # allocations in the snapshot, the newest
 
@@ -107,7 +106,7 @@ def find_ranges(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> str:
-    """Describe time per range, top kernels or operators, GPU gaps, layout transposes, input, host synchronisations.
+    """Describe time per range, top kernels or operators, GPU gaps, layout transposes, input.
 
     `own_times`: {operator: microseconds on the host, without the operators that it calls}."""
     ranges = find_ranges(events)
@@ -115,7 +114,6 @@ def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> s
     if not iterations:
         return "The trace holds no iteration."
     start, host_end, count = iterations[0].start, iterations[-1].end, len(iterations)
-    inside = [event for event in events if start <= event.start < host_end]
     work = [event for event in events if event.launched is not None and start <= event.launched < host_end]
     # with CUDA graphs, one launch per step, the host finishes many steps before the GPU
     total = max([host_end, *(event.end for event in work)]) - start
@@ -132,9 +130,8 @@ def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> s
         idle, longest = 100 - 100 * (reached[-1] - work[0].start - sum(gaps)) / total, max(gaps, default=0) / 1e3
         found = f"the GPU is idle {idle:.1f} % of the time, {len(gaps)} gaps, the longest {longest:.2f} ms"
         lines.append(f"launch gaps: {found}")
-        waits = [event for event in inside if event.category in LAUNCHES and HOST_WAITS.search(event.name)]
-        lines.append(f"host synchronisations: {len(waits) / count:.1f} an iteration, {_share(waits, total)}")
-    transposes = (event for event in work or inside if TRANSPOSES.search(event.name))
+    inside = work or [event for event in events if start <= event.start < host_end]
+    transposes = (event for event in inside if TRANSPOSES.search(event.name))
     lines.append(f"layout transposes: {_share(transposes, total)}")
     lines.append(f"waiting for input: {_share(ranges.get('data', []), total)}")
     return "\n".join(lines)
