@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tools.bench import common
 from tools.common import print_table
@@ -41,10 +40,6 @@ def measure_limits(world: World, trials: int, beginnings: tuple[str, ...] = ("",
     multiply-add as two."""
     device, cuda, results = world.device, world.device.type == "cuda", dict[str, common.Trials]()
 
-    def random(*shape: int, dtype: torch.dtype) -> Tensor:
-        images = torch.randn(*shape, device=device).to(dtype)
-        return images.to(memory_format=torch.channels_last) if len(shape) == 4 else images
-
     def measure(name: str, amount: float, action: Callable[[], object]) -> None:
         """Add `amount` per second of an action; a trial repeats it for at least 50 ms."""
         if not name.startswith(beginnings):
@@ -59,11 +54,11 @@ def measure_limits(world: World, trials: int, beginnings: tuple[str, ...] = ("",
         if name in ("tf32", "fp16") and not cuda:
             continue  # CPUs have no tf32, and only emulate fp16
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = name == "tf32"
-        left, right = (random(size, size, dtype=dtype) for _ in range(2))
+        left, right = torch.randn(2, size, size, device=device).to(dtype)
         measure(f"product {name}, TFLOP/s", 2e-12 * size**3, partial(torch.matmul, left, right))
         # the 3x3 convolution in ResNet50's third stage, 256 channels on 8x8 pixels, forward only
-        images = random(number, channels, side, side, dtype=dtype)
-        kernel = random(channels, channels, 3, 3, dtype=dtype)
+        shapes = (number, channels, side, side), (channels, channels, 3, 3)
+        images, kernel = (torch.randn(s, device=device).to(dtype, memory_format=torch.channels_last) for s in shapes)
         flops = 2e-12 * number * side**2 * channels**2 * 9
         measure(f"convolution {name} NHWC, TFLOP/s", flops, partial(torch.conv2d, images, kernel, padding=1))
     source = torch.ones((1 << 30 if cuda else 1 << 28) // 4, device=device)  # larger than the caches

@@ -70,8 +70,7 @@ def run(options: argparse.Namespace) -> int:
             now = describe_environment(choose_device(config.device, 0), 1)
             for other, folder in folders.items():
                 check_same(folder, other, configs[other], now)
-            own = [*settings[name], f"seed={seed}"]
-            trial = run_seed(options.yaml_config, name.split("+")[0], own, folders[name])
+            trial = run_seed(options.yaml_config, name.split("+")[0], [*settings[name], f"seed={seed}"], folders[name])
             print(f"seed {seed}, {name}: {trial['last_acc1']:.2%}, {trial['seconds']['run']:.1f} s", flush=True)
     summaries = {name: summarise(folders[name], name, config) for name, config in configs.items()}
     for name, summary in summaries.items():

@@ -102,8 +102,8 @@ def summarise(results: common.Results) -> dict[str, dict[str, Any]]:
     return summary
 
 
-def measure_rank(config: Config, world: World, warmup: int, iters: int) -> dict[str, float]:
-    """Collective: measure a training step with and without communication."""
+def measure_rank(config: Config, warmup: int, iters: int, path: Path, world: World) -> None:
+    """Collective: measure a training step with and without communication; write the values to `path`."""
     images, labels = next(iter(build_loaders(config, open_dataset(config, world), world).train))
     silent = Config(**config.model_dump() | {"parallel": "no_communication"})
     cases = {"ddp": config} | ({"no_communication": silent} if world.world_size > 1 else {})
@@ -121,18 +121,14 @@ def measure_rank(config: Config, world: World, warmup: int, iters: int) -> dict[
     rounds = [{name: rate(learner, steps) for name, learner in learners.items()} for _ in range(ROUNDS)]
     medians = {name: median(rates[name] for rates in rounds) for name in cases}
     shares = {"communication_share": 1 - medians["ddp"] / medians["no_communication"]} if len(cases) > 1 else {}
-    return {"train_images_per_sec": medians["ddp"]} | shares
+    if world.is_main:
+        write_json(path, {"train_images_per_sec": medians["ddp"]} | shares)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as a rank that `run_once` started, with its arguments; returns the exit status."""
     config, (warmup, iters) = Config(**json.loads(arguments[0])), map(int, arguments[1:3])
-
-    def action(world: World) -> None:
-        values = measure_rank(config, world, warmup, iters)
-        if world.is_main:
-            write_json(Path(arguments[3]), values)
-
+    action = partial(measure_rank, config, warmup, iters, Path(arguments[3]))
     return run_ranks(action, config.device, config.rank_timeout_seconds)
 
 
