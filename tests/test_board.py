@@ -2,6 +2,7 @@
 
 import html
 import re
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.conftest import read_records
 from train import Trainer
 from utils.config import Config
-from utils.run.logging.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, TensorBoardWriter, compared, draw_matrix
+from utils.run.logging.tensorboard import (
+    ALWAYS_SHOWN,
+    CHANGES,
+    RESULTS,
+    TensorBoardWriter,
+    _hide_write_errors,
+    compared,
+    draw_matrix,
+)
 
 TUTORIALS_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 
@@ -136,3 +145,12 @@ def test_the_run_is_saved_before_the_picture_of_its_classes(run, tmp_path, monke
     with pytest.raises(MemoryError):
         run()
     assert (tmp_path / "run/checkpoints/step-000000008.pt").exists()  # the last one, after two epochs
+
+
+@pytest.mark.parametrize(("error", "lines"), [(OSError(28, "full"), 0), (ValueError("other"), 1)])
+def test_a_full_disk_shows_no_traceback_of_tensorboards_threads(capsys, error, lines):
+    class Thread(threading.Thread):
+        __module__ = "tensorboard.summary.writer.event_file_writer"
+
+    _hide_write_errors(threading.ExceptHookArgs((type(error), error, None, Thread())))
+    assert capsys.readouterr().err.count(f"{type(error).__name__}: ") == lines

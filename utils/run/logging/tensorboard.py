@@ -11,6 +11,7 @@ again, from metrics.jsonl, without those of steps that it trains again.
 
 import json
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
@@ -47,6 +48,12 @@ PICTURE_IMAGES = 64
 CODE = " " * 4  # indents a Markdown code block, which TensorBoard shows verbatim
 
 
+def _hide_write_errors(raised: threading.ExceptHookArgs) -> None:
+    """Suppress the tracebacks of TensorBoard's threads that cannot write: the run's log reports the error in a line."""
+    if not (isinstance(raised.exc_value, OSError) and type(raised.thread).__module__.startswith("tensorboard")):
+        threading.__excepthook__(raised)
+
+
 class TensorBoardWriter:
     """Writes a run's events. The `records` of metrics.jsonl from earlier starts replace the event files of these."""
 
@@ -54,6 +61,7 @@ class TensorBoardWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         earlier, self._has_images, began = [*folder.glob("events.out.tfevents.*")], False, 0.0
+        threading.excepthook = _hide_write_errors
         self._writer: Any = SummaryWriter(str(folder))
         self._writer.add_custom_scalars({"Charts": {name: ["Multiline", tags] for name, tags in CHARTS.items()}})
         for record in records:
