@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 import utils.data.build
 from tests.conftest import CIFAR100, change_byte, run, tiny_config
-from tests.tiny_cifar import make_tiny_cifar
+from tests.tiny_cifar import make_tiny_cifar, serve
 from tests.tiny_shards import make_folders, write_image
 from tools.prepare_data import __main__ as prepare_data
 from utils.config import Config, load_config
@@ -82,6 +83,25 @@ def test_torchvision_version_is_read_and_an_altered_one_is_refused_unopened(tiny
     assert not trap.exists()
 
 
+def test_several_callers_download_once(tiny, tmp_path, monkeypatch):
+    """A file lock excludes threads as it does processes: each opens the file itself."""
+    data_path, fetched, loaded, dataset_class = tmp_path / "data", [], [], tiny.version.dataset_class
+    (tmp_path / dataset_class.filename).write_bytes(tiny.archive)
+    download = dataset_class.download
+    monkeypatch.setattr(dataset_class, "download", lambda self: (fetched.append(self.url), download(self)))
+    with serve(tmp_path, monkeypatch) as address:
+        monkeypatch.setattr(dataset_class, "url", f"{address}/{dataset_class.filename}")
+        call = lambda: loaded.append(load(tiny, data_path, download=True))  # noqa: E731
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(loaded) == 3 and len(fetched) == 1
+    for dataset in loaded:
+        assert_holds(dataset, tiny)
+
+
 @pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"])
 def test_a_batch_job_does_not_download(one_rank, variable, monkeypatch):
     """torchrun's variable does not mean a batch job."""
@@ -125,7 +145,8 @@ def test_mean_and_deviation_of_cifar100_are_settings():
     [
         (["ant", "cat"], ["ant", "bee"], "data: its 2 classes are not the 2 expected ones, for example 'bee'; rename"),
         (["ant", "ant"], ["ant"], "data: class 'ant' occurs twice"),
-        (["be\u0301e"], ["b\u00e9e"], r"for example 'be\\u0301e'"),
+        (["be\u0301e"], ["b\u00e9e"], r"for example 'be\\u0301e'; some differ in their Unicode form only; rename"),
+        (["be\u0301e", "b\u00e9e"], ["ant"], "class 'be\u0301e' occurs twice, in two Unicode forms; give"),
     ],
 )
 def test_classes_are_matched_by_name_and_other_and_doubled_names_are_refused(found, known, message):

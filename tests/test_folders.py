@@ -287,12 +287,18 @@ def test_the_size_is_the_median_of_a_sample(config, folders, tmp_path):
     assert f"image_size: {median}, the median of 25 training images' shorter sides, which are 1 to" in built.notes[0]
 
 
+def link_back_to_each_other(data):
+    (data / "train/ant/link").symlink_to("../cat")
+    (data / "train/cat/link").symlink_to("../ant")
+
+
 DAMAGES = [
     (lambda data: [path.unlink() for path in (data / "train/ant").iterdir()], "train/ant: class folder without images"),
     (lambda data: shutil.rmtree(data / "val"), "val: cannot be read: No such file"),
     (lambda data: shutil.rmtree(data / "val/cat"), "expected ones, for example 'cat'"),
     (lambda data: shutil.rmtree(data / "train/cat"), "expected ones, for example 'cat'"),
     (lambda data: (data / "train/cat/link").symlink_to(".."), "links back to"),
+    (link_back_to_each_other, "train/ant/link/link: links back to"),
     (lambda data: [path.write_text("no image") for path in data.glob("val/*/*")], "not one image can be read"),
 ]
 

@@ -109,11 +109,14 @@ def _list_images(folder: str) -> list[str]:
     def fail(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions") from None
 
-    images = list[str]()
+    split = os.path.dirname(folder)
+    images, above = list[str](), {split: [os.path.realpath(split)]}  # real paths from the split to each folder
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
         place = os.path.realpath(parent)
-        if Path(os.path.realpath(os.path.dirname(parent))).is_relative_to(place):
+        passed = above[os.path.dirname(parent)]
+        if any(Path(one).is_relative_to(place) for one in passed):
             raise DataError(f"{parent}: links back to {place}; remove the link")
+        above[parent] = [*passed, place]
         folders[:] = [name for name in folders if not name.startswith(".")]
         images += [os.path.join(parent, name) for name in files if name.lower().endswith(EXTENSIONS)]
     return sorted(images, key=os.path.split)
