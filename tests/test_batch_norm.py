@@ -52,11 +52,13 @@ class OwnBuffers(nn.Module):
         self.instance.register_buffer("constant", self.constant)
         self.register_buffer("mask", torch.tensor([0.0, -torch.inf]), persistent=False)
         self.register_buffer("last", torch.tensor(-1e30))
+        self.register_buffer("first", torch.tensor(-torch.inf))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, images):
         self.mean = 0.9 * self.mean + 0.1 * images.mean()
         self.last = images.mean()
+        self.first = images.mean()
         self.count += 1
         return self.instance(self.by_count(images))
 

@@ -59,6 +59,12 @@ def test_flops_are_counted_without_computing(tiny):
     assert torch.equal(random, torch.get_rng_state())
 
 
+def test_flops_are_counted_of_a_parameter_with_two_names():
+    layer = torch.nn.Linear(4, 4)
+    layer.again = layer.weight
+    assert flops_per_image(torch.nn.Sequential(torch.nn.Flatten(), layer), (1, 2, 2)) == 4 * 2 * 4 * 4 / 2
+
+
 @pytest.mark.parametrize(
     ("device", "number_format", "peak"),
     [

@@ -1,5 +1,7 @@
 """Parts of a recipe beyond plain SGD: each against a reference, and in whole runs."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,22 @@ def test_average_counts_a_tensor_once_and_finds_it_by_name(changes):
         ema.update()
     found = ema.network[0].weight if changes == "a shared weight" else ema.network[0].running_mean
     assert found.item() == pytest.approx(2 / 3)
+
+
+def test_average_can_be_switched_on_and_off_in_a_resumed_run(tiny, one_rank):
+    """It starts from the loaded weights, and the first step replaces them."""
+    without, averaging = (Trainer(tiny(batch_size=8, ema_decay=decay), one_rank).learner for decay in (None, 0.5))
+    batch = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    without.train_step(*batch)
+    averaging.load_state_dict(copy.deepcopy(without.state_dict()))
+    assert all(map(torch.equal, averaging.validated.parameters(), without.model.parameters()))
+    for _ in range(2):
+        averaging.train_step(*batch)
+    saved = averaging.state_dict()
+    assert saved["average"]["updates"] == 2
+    assert not torch.equal(averaging.validated.fc.weight, averaging.model.fc.weight)
+    without.load_state_dict(saved)
+    assert without.validated is without.model and torch.equal(without.model.fc.weight, averaging.model.fc.weight)
 
 
 @pytest.mark.parametrize("views", [1, 2, 6])

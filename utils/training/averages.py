@@ -108,7 +108,8 @@ class RunningStatistics:
                 (torch._foreach_add_ if self.collected > 1 else torch._foreach_copy_)(means, buffers)
                 torch._foreach_div_(means, self.collected if last else 1)
             for mean, buffer in zip(means, buffers, strict=True) if kind == "others" else ():
-                mean.copy_(torch.where(mean == buffer, mean, mean.lerp(buffer, 1 / self.collected)))
+                mixed = torch.where(mean == buffer, mean, mean.lerp(buffer, 1 / self.collected))
+                mean.copy_(mixed if self.collected > 1 else buffer)  # the first may replace -inf
             if kind != "counters" or not last:
                 torch._foreach_copy_(buffers, means if last else self.before[kind])
 

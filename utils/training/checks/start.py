@@ -35,7 +35,7 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
             why = f"is {shapes[0]} at first and {shapes[1]} after training; give it its final shape"
             raise ConfigError(f"model {name}: its buffer {key} {why}")
         if before is not None and now is not None and value is not None:
-            if id(before) not in saved and not torch.equal(now, value):
+            if id(before) not in saved and not torch.allclose(now, value, rtol=0, atol=0, equal_nan=True):
                 raise ConfigError(f"model {name}: its buffer {key} is not saved, but changes; use no persistent=False")
             before.copy_(value)
     unused = [key for key, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]

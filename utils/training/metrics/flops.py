@@ -41,8 +41,9 @@ def flops_per_image(model: nn.Module, image_shape: tuple[int, ...]) -> float:
 
     Runs on tensors without values (device meta); a network that reads values raises its own error."""
     empty = dict[str, Tensor]()
-    for prefix, layer in model.named_modules():  # once for a layer with several names: PyTorch restores only one name
-        for name, tensor in chain(layer.named_parameters(prefix, False), layer.named_buffers(prefix, False)):
+    for prefix, layer in model.named_modules():  # all names of a tensor, one of a layer: PyTorch restores only one
+        tensors = layer.named_parameters(prefix, False, False), layer.named_buffers(prefix, False, False)
+        for name, tensor in chain(*tensors):
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             empty[name] = torch.empty_like(tensor, device="meta", dtype=dtype).requires_grad_(tensor.requires_grad)
     random = seeds.random_state()
