@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import train
 from tests.conftest import contents, run
 from utils import files, seeds
 from utils.errors import CheckpointError, ExpectedError
+from utils.run import folder as run_folder
 from utils.run.checkpoint import io as checkpoint
 from utils.run.checkpoint.fit import check_settings
 from utils.run.checkpoint.io import encode, list_checkpoints, newest_good, read_checkpoint, save_checkpoint
@@ -110,6 +112,9 @@ def test_without_a_good_one_it_is_an_error_of_status_4(folder, resume):
     with pytest.raises(CheckpointError, match=r"step-000000012.pt: is damaged .*\n.*best.pt with --resume") as raised:
         resume()
     assert raised.value.exit_status == 4 and contents(folder) == before
+    (saved / "best.pt").unlink()
+    with pytest.raises(CheckpointError, match="is intact; start a new run"):
+        resume()
 
 
 class _Bomb:
@@ -297,6 +302,30 @@ def test_going_back_sets_aside_later_checkpoints_and_of_each_name_only_the_last(
         assert sorted(read_checkpoint(path)["step"] for path in list_checkpoints(saved)) == kept
         assert (saved / "best.pt.1").read_bytes() == later and not (saved / "best.pt").exists()
     assert names(saved) == ["best.pt.1", "step-000000004.pt", "step-000000008.pt.1", "step-000000012.pt.1"]
+
+
+def test_a_start_killed_while_it_goes_back_loses_nothing(resume, finished, tmp_path, monkeypatch):
+    """Going back to step 4 of 12 moves two checkpoints and cuts the records; a kill comes before one of these."""
+
+    def interrupted(function):
+        def call_or_interrupt(*arguments):
+            if next(remaining, None) is None:
+                raise KeyboardInterrupt
+            return function(*arguments)
+
+        return call_or_interrupt
+
+    for event in (1, 2, 3):
+        folder = shutil.copytree(finished, tmp_path / f"run-{event}")
+        step_4 = folder / "checkpoints/step-000000004.pt"
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            remaining = iter(range(1, event))
+            for function in ("_set_aside", "_cut_records"):
+                patch.setattr(run_folder, function, interrupted(getattr(run_folder, function)))
+            resume(step_4, folder)
+        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert max(steps) >= read_checkpoint(list_checkpoints(folder / "checkpoints")[0])["step"]
+        assert resume(step_4, folder)["step"] == 4 and list_checkpoints(folder / "checkpoints") == [step_4]
 
 
 def test_another_runs_checkpoint_of_the_same_step_overwrites_none(resume, saved, state):

@@ -106,7 +106,7 @@ def test_a_file_that_does_not_fit_is_refused_with_the_differences(tiny, one_rank
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match=message) as refused:
         Trainer(tiny(pretrained=str(path)), one_rank, tmp_path / "run", "tiny", "never").train()
-    assert str(refused.value).startswith((f"pretrained {path}: ", f"{path}: pretrained "))
+    assert str(refused.value).startswith((f"pretrained {path}: ", f"{path}: weights "))
     assert str(refused.value).count("\n") <= 1
     assert not (tmp_path / "run.1").exists()
 

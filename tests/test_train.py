@@ -125,6 +125,15 @@ def test_every_random_generator_is_seeded(tiny, one_rank):
     assert numbers[0] == numbers[1] and all(one != other for one, other in zip(numbers[0], numbers[2], strict=True))
 
 
+def test_a_linked_run_folder_stays_a_link(tiny, one_rank, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        run(tiny(max_epochs=1), one_rank, tmp_path / "run", resume="never")
+    assert (tmp_path / "run").is_symlink()
+    assert (tmp_path / "disk/metrics.jsonl").exists() and (tmp_path / "disk.1/metrics.jsonl").exists()
+
+
 def test_other_data_or_other_epochs_are_refused(tiny, one_rank, folder):
     refused = r"was trained on other data, or with epochs of another length: "
     with pytest.raises(CheckpointError, match=refused + r"steps_per_epoch 4 -> 3\n"):

@@ -100,7 +100,8 @@ def _find_source(
     named = checkpoints if resume == "auto" else Path(resume)
     path, state, complaints = checkpoint.newest_good(named)
     if path is None and complaints:
-        remedy = "resume from its best.pt with --resume, or start a new run with --resume never"
+        best_too = "resume from its best.pt with --resume, or " * any(named.rglob("best.pt"))
+        remedy = f"{best_too}start a new run with --resume never"
         raise CheckpointError(f"{complaints[0]}\nno step's checkpoint in {named} is intact; {remedy}")
     if path is None or state is None:
         if resume != "auto":

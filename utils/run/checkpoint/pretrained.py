@@ -26,7 +26,7 @@ def read_pretrained(name: str | None, network: Mapping[str, Tensor], class_names
     if name is None:
         return None
     path = Path(name)
-    with name_file_in_error(path, "pretrained cannot be read", "; name a file of weights", CheckpointError):
+    with name_file_in_error(path, "weights cannot be read", "; name a file of weights", CheckpointError):
         content = path.read_bytes()
     (saved, names), num_classes = _decode(path, content), len(class_names)
     head = _find_head(saved, network, num_classes)
