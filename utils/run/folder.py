@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
+from unicodedata import normalize
 
 from torch import Tensor
 
@@ -84,6 +85,8 @@ def _check_fit(run: Run, path: Path, state: State, *, automatic: bool) -> None:
     computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
     if other := fit.changed(state["data"], {key: run.data[key] for key in run.data if key not in computed}):
         found = f"was trained on other data, or with epochs of another length: {fit.shorten([*other.values()])}"
+        saved, here = (normalize("NFC", str(data["class_names"])) for data in (state["data"], run.data))
+        found += "; the class names differ in their Unicode form only" * ("class_names" in other and saved == here)
         raise CheckpointError(f"{path}: {found}\nresume with the same data and limits, or {fit.NEW_RUN}")
     fit.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
     if differing := fit.changed(state["versions"], describe_arithmetic(run.world.device)):

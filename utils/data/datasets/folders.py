@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
+from unicodedata import normalize
 
 import numpy as np
 
@@ -79,7 +80,9 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
             continue
         folders, names = _entries(path)
         if unknown := [name for name in map(printable, folders) if name not in labels]:
-            named = f"{shorten(', '.join(unknown), 80)}\nits classes are: {shorten(', '.join(labels), 160)}"
+            composed = {normalize("NFC", name) for name in labels}
+            form = ", some in another Unicode form" * any(normalize("NFC", name) in composed for name in unknown)
+            named = f"{shorten(', '.join(unknown), 80)}{form}\nits classes are: {shorten(', '.join(labels), 160)}"
             raise DataError(f"{path}: folders that are no classes of this run: {named}")
         images = [(os.path.join(path, name), -1) for name in names]
         for name in folders:
