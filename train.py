@@ -120,7 +120,8 @@ class Trainer:
 
     def train(self) -> None:
         """Train, or resume training, to the end. Raises `Stopped` after a signal asked to stop and all is saved."""
-        run, clock, lock = self.run, self.run.clock, self._open_folder()
+        run, clock = self.run, self.run.clock
+        lock = self._lock_and_restore()
         with listen(self.requests), lock, run.log.open() as log:
             will_train = not run.finished
             self.world.main_only(lambda: self._log_start(will_train=will_train))
@@ -212,8 +213,8 @@ class Trainer:
             return validate(self.learner, loader, self.world, collectors, after_batch).average(self.world)
 
     def _finish_epoch(self, train: Metrics, valid: Metrics, confusion: Confusion) -> None:
-        """End of epoch: step the schedule, log, checkpoint. If training is done, first evaluate the test images (with
-        `holdout_images`).
+        """End of epoch: tell the plateau the loss, log, checkpoint. If training is done, first evaluate the test images
+        (with `holdout_images`).
 
         `valid` is {} in an epoch without validation."""
         run, learner, test = self.run, self.learner, dict[str, float]()
@@ -284,7 +285,7 @@ class Trainer:
         option = "" if self.resume == "auto" else " with --resume auto"
         raise Stopped(f"stopped on {where} with everything saved; run the same command again{option} to resume")
 
-    def _open_folder(self) -> AbstractContextManager[Any]:
+    def _lock_and_restore(self) -> AbstractContextManager[Any]:
         """Collective: lock the run's folder in the main process, and restore the checkpoint to resume from. Return the
         lock."""
         run = self.run

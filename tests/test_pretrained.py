@@ -23,7 +23,7 @@ def begin(config, one_rank, folder):
     """Return (the network's initial state, the notes) of a new run."""
     trainer = Trainer(config, one_rank, folder)
     trainer.run.log.waiting.clear()
-    trainer._open_folder().close()
+    trainer._lock_and_restore().close()
     return trainer.learner.model.state_dict(), trainer.run.log.waiting
 
 
@@ -125,7 +125,7 @@ def test_a_head_of_other_classes_or_another_order_is_refused(tmp_path, other, th
 def save_each_ranks_initial_weights(folder):
     def act(world):
         trainer = Trainer(tiny_config(pretrained=str(folder / "weights.pth")), world, folder / "run")
-        with trainer._open_folder():
+        with trainer._lock_and_restore():
             torch.save(trainer.learner.model.state_dict()["conv1.weight"], folder / f"rank-{world.rank}.pt")
 
     return run_ranks(act, "cpu", 60)

@@ -85,7 +85,7 @@ def timm_case(config: Config, warmup: int, iters: int) -> common.Case:
 
     device, model, plan, dataset = _prepare(config)
     optimizer = create_optimizer_v2(
-        model, opt="sgd" if config.nesterov else "momentum", lr=config.lr, momentum=config.momentum,
+        model, opt="sgd" if config.nesterov else "momentum", lr=config.peak_lr, momentum=config.momentum,
         weight_decay=config.weight_decay, filter_bias_and_bn=False,
     )  # fmt: skip
     for group in optimizer.param_groups:

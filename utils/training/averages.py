@@ -148,6 +148,5 @@ def defer_batch_counters(model: nn.Module) -> None:
         if counted:
             torch._foreach_add_([counter for counter, _ in counted], [count for _, count in counted])
 
-    # on the network itself, not on its DDP wrapper, which broadcasts the buffers before the network's hooks run
     model.register_forward_pre_hook(start)
     model.register_forward_hook(finish, always_call=True)

@@ -1,6 +1,6 @@
 """The learner: everything that a training step reads and changes; and the classifier, the part of it that predicts.
 
-The Trainer and every bench build a `Learner`, the evaluation of a checkpoint only a `Classifier`.
+The Trainer and the benches of a step build a `Learner`, the evaluation of a checkpoint only a `Classifier`.
 """
 
 import ctypes
@@ -72,7 +72,7 @@ class Classifier:
         seeds.seed_random_state(config.seed)
         model = build_model(config)
         dtype = torch.float32 if plan.precision.level == "O0" else plan.precision.low_precision_dtype
-        # STEM, FUSE, CONV
+        # STEM: FUSE: CONV: our own layers
         skipped = use_kernels(model, plan.kernels, config.stem_channels, dtype, world.device)
         self.plan = replace(plan, kernels={name: value for name, value in plan.kernels.items() if name not in skipped})
         self.notes = [*plan.notes, *(f"skipped: {reason}" for reason in skipped.values())]  # for the log

@@ -1,7 +1,7 @@
 """The plan: what a configuration means on this device and number of ranks.
 
-It is made once, before data and network are built. Later code reads the plan, not the settings that say `auto`; the
-log, environment.json and every report of a measurement store it.
+It is made before data and network are built. Later code reads the plan, not the settings that say `auto`. The log and
+environment.json show it as the network can use it; reports of tools.bench store it as it was made.
 """
 
 import ctypes
@@ -64,18 +64,18 @@ def make_plan(config: TrainingConfig, world: World, *, training: bool = True) ->
         batch = divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
     else:
         config = config.model_copy(update=PREDICTION)
-    on_gpu = gpu and config.parallel != "dataparallel"  # whose threads can neither compile nor capture a step
-    precision, missing = choose_precision(config, device), missing_compiler(gpu=gpu)
-    compiled = config.enable_compile is True or (config.enable_compile == "auto" and on_gpu and not missing)
+    own_gpu = gpu and config.parallel != "dataparallel"  # whose threads can neither compile nor capture a step
+    precision, missing = choose_precision(config, device), missing_compiler(gpu=gpu)  # AMP: COMPILE:
+    compiled = config.enable_compile is True or (config.enable_compile == "auto" and own_gpu and not missing)
     if compiled and missing and training:
         raise ConfigError(f"enable_compile needs {missing}; else set enable_compile to false or auto")
     plan = Plan(
         precision=precision,
         batch=batch,
         compiled=compiled,
-        graphed=config.enable_cuda_graphs is not False and on_gpu,
-        prefetched=config.enable_prefetch is not False and gpu,
-        # before torch 2.14 the kernel does not update most half-precision weights on a CPU (pytorch/pytorch#191763)
+        graphed=config.enable_cuda_graphs is not False and own_gpu,  # GRAPHS:
+        prefetched=config.enable_prefetch is not False and gpu,  # PREFETCH:
+        # EXTRA: before torch 2.14 it does not update most half-precision weights on a CPU (pytorch/pytorch#191763)
         fused_optimizer=config.extra_opt("fused_optimizer") and (gpu or precision.level != "O3"),
     )
     plan = replace(plan, kernels=_choose_kernels(config, plan, device, missing))
@@ -84,7 +84,7 @@ def make_plan(config: TrainingConfig, world: World, *, training: bool = True) ->
 
 
 def _choose_kernels(config: SpeedConfig, plan: Plan, device: torch.device, missing: str) -> dict[str, bool]:
-    """FUSE, CONV, ALLOC: `auto` is for eager steps over NHWC memory on a CPU. `missing`: what a compiler lacks."""
+    """FUSE: CONV: ALLOC: `auto` is for eager steps over NHWC memory on a CPU. `missing`: what a compiler lacks."""
     on_cpu, fuse, precision = device.type == "cpu", config.fuse_norm_relu, plan.precision
     float32_norms = not precision.casts_weights or precision.keep_batchnorm_fp32
     if fuse is True and plan.compiled:

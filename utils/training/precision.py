@@ -84,7 +84,7 @@ def gpu_has_bf16() -> bool:
 
 
 def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
-    """Choose the precision for the AMP settings on this device. On a processor or GPU without bf16 kernels, `auto`
+    """AMP: choose the precision for the settings on this device. On a processor or GPU without bf16 kernels, `auto`
     of `enable_amp` or `amp_dtype` disables autocast in bf16."""
     level: Level = config.opt_level or ("O1" if config.enable_amp else "O0")
     if config.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":

@@ -1,4 +1,5 @@
-"""One training step: the code that runs for every batch, so it must not make the host wait for the device.
+"""One training step: the code that runs for every batch, so it must not make the host wait for the device, except for a
+scaled loss without the fused optimizer (`LossScaler`).
 
 Eager, compiled (`enable_compile`) or captured as a CUDA graph (`enable_cuda_graphs`); each is `step(images, labels,
 sums)` and computes the same values.
