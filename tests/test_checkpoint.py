@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import train
-from tests.conftest import contents, run
+from tests.conftest import contents, read_records, run
 from utils import files, seeds
 from utils.errors import CheckpointError, ExpectedError
 from utils.run import folder as run_folder
@@ -307,13 +308,10 @@ def test_going_back_sets_aside_later_checkpoints_and_of_each_name_only_the_last(
 def test_a_start_killed_while_it_goes_back_loses_nothing(resume, finished, tmp_path, monkeypatch):
     """Going back to step 4 of 12 moves two checkpoints and cuts the records; a kill comes before one of these."""
 
-    def interrupted(function):
-        def call_or_interrupt(*arguments):
-            if next(remaining, None) is None:
-                raise KeyboardInterrupt
-            return function(*arguments)
-
-        return call_or_interrupt
+    def interrupted(function, *arguments):
+        if next(remaining, None) is None:
+            raise KeyboardInterrupt
+        return function(*arguments)
 
     for event in (1, 2, 3):
         folder = shutil.copytree(finished, tmp_path / f"run-{event}")
@@ -321,9 +319,9 @@ def test_a_start_killed_while_it_goes_back_loses_nothing(resume, finished, tmp_p
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             remaining = iter(range(1, event))
             for function in ("_set_aside", "_cut_records"):
-                patch.setattr(run_folder, function, interrupted(getattr(run_folder, function)))
+                patch.setattr(run_folder, function, partial(interrupted, getattr(run_folder, function)))
             resume(step_4, folder)
-        steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = [record["step"] for record in read_records(folder, "epoch")]
         assert max(steps) >= read_checkpoint(list_checkpoints(folder / "checkpoints")[0])["step"]
         assert resume(step_4, folder)["step"] == 4 and list_checkpoints(folder / "checkpoints") == [step_4]
 

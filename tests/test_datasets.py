@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -85,21 +85,15 @@ def test_torchvision_version_is_read_and_an_altered_one_is_refused_unopened(tiny
 
 def test_several_callers_download_once(tiny, tmp_path, monkeypatch):
     """A file lock excludes threads as it does processes: each opens the file itself."""
-    data_path, fetched, loaded, dataset_class = tmp_path / "data", [], [], tiny.version.dataset_class
+    data_path, fetched, dataset_class = tmp_path / "data", [], tiny.version.dataset_class
     (tmp_path / dataset_class.filename).write_bytes(tiny.archive)
     download = dataset_class.download
     monkeypatch.setattr(dataset_class, "download", lambda self: (fetched.append(self.url), download(self)))
-    with serve(tmp_path, monkeypatch) as address:
+    with serve(tmp_path, monkeypatch) as address, ThreadPoolExecutor(3) as pool:
         monkeypatch.setattr(dataset_class, "url", f"{address}/{dataset_class.filename}")
-        call = lambda: loaded.append(load(tiny, data_path, download=True))  # noqa: E731
-        threads = [threading.Thread(target=call) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(loaded) == 3 and len(fetched) == 1
-    for dataset in loaded:
-        assert_holds(dataset, tiny)
+        for dataset in pool.map(lambda _: load(tiny, data_path, download=True), range(3)):
+            assert_holds(dataset, tiny)
+    assert len(fetched) == 1
 
 
 @pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"])

@@ -1,6 +1,5 @@
 """The lock of a run's folder: who holds it, for how long others wait, and what does not hold it."""
 
-import errno
 import fcntl
 import multiprocessing
 import os
@@ -94,14 +93,10 @@ def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
 
 
 def test_a_start_that_fails_after_moving_the_earlier_run_aside_leaves_no_lock(start, tmp_path, monkeypatch):
-    """Also while the error is kept, as in a notebook. The message names the folder."""
-
-    def refuse(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
+    """Also while the error is kept, as in a notebook. The message names the file."""
     (tmp_path / "run/checkpoints").mkdir(parents=True)
-    monkeypatch.setattr(run_folder, "read_records", refuse)
-    with pytest.raises(ExpectedError, match=f"{tmp_path}/run: cannot be used: Input") as kept:
+    monkeypatch.setattr(run_folder, "read_records", lambda folder: (folder / "absent").read_bytes())
+    with pytest.raises(ExpectedError, match=f"{tmp_path}/run/absent: cannot be used: No such") as kept:
         start(0)
     assert (tmp_path / "run.1").exists() and kept.value.__traceback__
     lock_folder(tmp_path / "run").close()

@@ -39,6 +39,7 @@ def frozen(num_classes):
     model = network(num_classes)
     for layer in model[:2]:
         layer.requires_grad_(False)
+    model.register_buffer("unknown", torch.tensor([0.0, torch.nan]), persistent=False)  # constant, though NaN != NaN
     return model
 
 class Counts(nn.Sequential):
@@ -60,11 +61,6 @@ def counts(num_classes):
 def unsaved(num_classes):
     model = counts(num_classes)
     model.register_buffer("mean", torch.ones(()), persistent=False)
-    return model
-
-def nan_constant(num_classes):
-    model = network(num_classes)
-    model.register_buffer("unknown", torch.tensor([0.0, torch.nan]), persistent=False)
     return model
 
 def complex_buffer(num_classes):
@@ -220,11 +216,6 @@ def test_what_training_would_fail_at_is_found_at_the_start(
     named = f"model {model}" if model else f"optimizer {changes['optimizer']}"
     assert str(refused.value).startswith(named) and str(refused.value).count("\n") <= 1
     assert not (tmp_path / "run").exists()
-
-
-def test_a_constant_buffer_may_hold_nan(tiny, one_rank, code):
-    learner = Trainer(tiny(model="of_mine:nan_constant"), one_rank).learner
-    check_network(learner, "of_mine:nan_constant", (3, 32, 32), [2])
 
 
 def test_outputs_must_depend_on_all_parameters_with_several_ranks(tiny, one_rank, code):
