@@ -166,9 +166,14 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             read(**options)
-    path.write_text("[]")
-    with pytest.raises(DataError, match=r"not a report of tools\.bench --json"):
-        read_baseline(path, environment, {})
+    for content, problem in (
+        ("[]", "it holds something else"),
+        ("{}", "it holds something else"),
+        (None, "No such file"),
+    ):
+        path.unlink() if content is None else path.write_text(content)
+        with pytest.raises(DataError, match=rf"json: not a report of tools\.bench --json \({problem}[a-z ]*\);"):
+            read_baseline(path, environment, {})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from tests.processes import complaints, run_job
 from utils.config.command_line import Arguments
 from utils.data.loader import AugmentedImages, DeviceLoader
 from utils.data.sampling import EpochPlan
-from utils.distributed.ddp import distribute, synchronise_batch_norm
+from utils.distributed.ddp import WARNINGS, distribute, synchronise_batch_norm
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World, cores_near, pin_near_gpu
 from utils.errors import ConfigError
@@ -319,6 +320,13 @@ def test_settings_that_cannot_work_here_are_refused(one_rank):
     ):
         with pytest.raises(ConfigError, match=message):
             function(configuration(**changes), nn.Linear(1, 1), world)
+
+
+@pytest.mark.parametrize("parallel", ["no_communication", "dataparallel"])
+def test_the_log_warns_of_a_mode_for_measurements(parallel, one_rank, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "Learner", partial(train.Learner, wrap=lambda config, model, world: model))
+    train.Trainer(configuration(parallel=parallel, limit_train_batches=1), one_rank, tmp_path).train()
+    assert WARNINGS[parallel] in (tmp_path / "train.log").read_text()
 
 
 def test_a_micro_batch_is_no_larger_than_the_ranks_share():

@@ -487,7 +487,7 @@ def test_under_torchrun_the_slowed_rank_is_named(tmp_path):
 
 
 def test_help_imports_no_torch_and_bad_usage_exits_with_2(capsys):
-    code = "import sys; from tools.doctor.__main__ import parser; parser(); sys.exit('torch' in sys.modules)"
+    code = "import sys, tools.doctor.__main__ as tool, tools.timeline; tool.parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
     assert doctor.main(["--config", "nothing"]) == 2
     assert not capsys.readouterr().out, "no report, so no node is drained"

@@ -21,6 +21,7 @@ from utils.config.command_line import Arguments
 from utils.data import loader
 from utils.data.build import open_dataset
 from utils.data.config import AugmentationConfig
+from utils.data.dali import DaliFailure, DaliLoader
 from utils.data.datasets import image_files
 from utils.data.datasets.folders import find_images
 from utils.data.datasets.image_files import ImageFiles, cut_centre, spaced
@@ -171,6 +172,26 @@ def test_dali_decodes_cuts_and_resizes_nearly_as_pil(part, resized_crop, config)
         allowed[[0, 0, -1, -1], [0, -1, 0, -1]] = CORNER_LEVELS
     levels = (images - expected).abs() * 255 * torch.tensor(loader.normalise.std)[:, None, None]
     assert (levels <= allowed).all()
+
+
+@tiny_shards.needs_dali
+@pytest.mark.dali
+def test_a_failure_that_dali_reports_one_batch_early_changes_nothing(config, monkeypatch):
+    """DALI works ahead: the damage it reports may be in the batch after the requested one."""
+    chosen = config("imagenet", data_loader="dali", rnd_resized_crop=False)
+    expected = everything(build(chosen).train)
+    receive, calls = DaliLoader._receive, []
+
+    def fail(self, pipeline):
+        calls.append(pipeline)
+        if len(calls) == 2:
+            raise DaliFailure("reported early")
+        return receive(self, pipeline)
+
+    monkeypatch.setattr(DaliLoader, "_receive", fail)
+    images, labels = everything(build(chosen).train)
+    assert len(calls) > 2 and torch.equal(labels, expected[1])
+    assert ((images - expected[0]).abs() * 255 * 0.225).max() < INNER_LEVELS
 
 
 @pytest.fixture

@@ -1,10 +1,12 @@
 """The lock of a run's folder: who holds it, for how long others wait, and what does not hold it."""
 
+import errno
 import fcntl
 import multiprocessing
 import os
 import socket
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -100,3 +102,9 @@ def test_a_start_that_fails_after_moving_the_earlier_run_aside_leaves_no_lock(st
         start(0)
     assert (tmp_path / "run.1").exists() and kept.value.__traceback__
     lock_folder(tmp_path / "run").close()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(ConfigError, match=r"run: .*cannot lock a file \(No locks available\).*--run-dir.*-o flock"):
+        lock_folder(tmp_path / "run")

@@ -54,8 +54,24 @@ def test_a_command_ends_with_a_line_and_a_status(line, status, message):
     assert ("Traceback" in process.stderr) is (process.stderr != message) is (message[:5] not in ("error", "inter"))
 
 
-@pytest.mark.parametrize("answer", [command("print('x' * 2**20)"), [sys.executable, "train.py", "--list-configs"]])
-def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if_the_disk_is_full(answer):
+ANSWERS = {
+    "a tool": command("print('x' * 2**20)"),
+    "--list-configs": [sys.executable, "train.py", "--list-configs"],
+    "a dry run": [sys.executable, "train.py", "--dry-run", "--config=default", *as_options(TINY)],
+    "evaluate": [sys.executable, "-m", "tools.evaluate"],  # prints on the main rank
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    assert ended(training(folder)).returncode == 0
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if_the_disk_is_full(name, run):
+    answer = ANSWERS[name] + [run] * (name == "evaluate")
     reader, writer = os.pipe()
     os.close(reader)
     with open("/dev/full", "w") as full:

@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 from tests.faults.kinds import KINDS, Fault, damage, plan_faults
@@ -247,6 +248,7 @@ def main(argv=None):
     print(f"seed {seed}, in {work}", flush=True)
     train = ["--config=default", *(f"--set={key}={json.dumps(value)}" for key, value in SETTINGS.items())]
     numbers = iter(range(1, faults + 1) if options.only is None else [options.only])
+    get_temp_dir()  # outside `temporary`, since multiprocessing removes it at exit
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:  # not below --work-dir: sockets need a short path
         os.environ["TMPDIR"] = tempfile.tempdir = temporary  # inherited by forked ranks
         counts, problems = campaign(ForkedRun(train, nproc, options.timeout), seed, numbers, faults, work)

@@ -17,5 +17,5 @@ def read_report(path: Path) -> dict[str, Any]:
             return content
         found = "it holds something else"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        found = str(error)
+        found = getattr(error, "strerror", "it holds something else")
     raise DataError(f"{path}: not a report of tools.bench --json ({found}); bench COMMAND --json FILE writes one")

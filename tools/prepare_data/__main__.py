@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     folder, source, cifar = options.shards, options.source, (options.dataset, options.data_path)
     if None in cifar if folder is None else cifar != (None, None):
         parser.error("expected either --dataset and --data_path, or --shards")
+    if None in (folder, source) and options.images_per_shard != parser.get_default("images_per_shard"):
+        parser.error("--images_per_shard needs --shards and --from; without --from, shards are only indexed")
     if folder is not None:
         from tools.prepare_data.shards import index_shards, make_shards  # here, since --help needs no numpy
 

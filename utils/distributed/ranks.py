@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from utils.distributed.launch import Launch, find_launch, name_ranks
 from utils.distributed.world import World, choose_device
-from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, explain, print_error
+from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, complete_output, explain, print_error
 from utils.files import write_atomically
 from utils.program import command
 
@@ -69,7 +69,7 @@ def run_ranks(action: Callable[[World], None], device: str, timeout: float, fold
     `ExpectedError` without traceback. With several ranks a failure ends the process, since other threads may hang in a
     collective. If the ranks hang, their last collectives are written to `folder`.
     """
-    launch, peers, outcome = Launch(), None, Failure(0)
+    launch, peers, outcome, action = Launch(), None, Failure(0), complete_output()(action)
     try:
         launch = find_launch(os.environ)
         if launch.world_size > 1:
@@ -345,7 +345,7 @@ class Peers:
     def _claim(self, store: dist.Store, failure: Failure) -> Failure:
         """Make this the run's failure and print it; if another one was first, return that."""
         mine = json.dumps([failure.status, failure.hang, os.urandom(8).hex()])  # unique, as two ranks may fail alike
-        if store.compare_set("failure", "", mine).decode() == mine:
+        if store.compare_set("failure", "", mine).decode() == mine and failure.message:
             print_error(failure.message)
         return self._read_failure(store)
 
@@ -411,6 +411,8 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
     who = f"rank {launch.rank}: " if launch.world_size > 1 else ""
     if isinstance(error, Stopped):
         return Failure(error.exit_status, str(error))
+    if isinstance(error, SystemExit) and error.code == 128 + signal.SIGPIPE:  # of `complete_output`, without a message
+        return Failure(error.code)
     if isinstance(error, KeyboardInterrupt):
         return Failure(130, f"{who}interrupted; earlier checkpoints are kept")
     from_torch = isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)

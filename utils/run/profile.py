@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from utils.training.profiler import Profiler
+if TYPE_CHECKING:
+    from utils.training.profiler import Profiler
 
 TRACE_FILE = "rank0.pt.trace.json.gz"  # in the folder profile/ of a run
 # the tutorial's ranges; `iteration 7` counts as `iteration`
@@ -34,7 +33,7 @@ MEMORY_EVENTS = 100_000  # allocations in the snapshot, the newest
 
 
 @contextmanager
-def capture(profiler: Profiler, folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+def capture(profiler: "Profiler", folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
     """Mark the range PROFILE, for which `nsys --nvtx-capture=PROFILE` waits. Without nsys, write a trace to
     `folder`/profile (None: none) and its summary to `say`."""
     records = folder is not None and "NSYS_PROFILING_SESSION_ID" not in os.environ
@@ -49,6 +48,8 @@ def capture(profiler: Profiler, folder: Path | None, say: Callable[[str], None])
 
 @contextmanager
 def _record(folder: Path, cuda: bool, say: Callable[[str], None]) -> Iterator[None]:
+    import torch  # here, since tools.timeline --help needs no torch
+
     folder.mkdir(parents=True, exist_ok=True)
     if cuda:
         torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
