@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torchvision.models import resnet18
-from torchvision.models.resnet import BasicBlock
+from torchvision.models.resnet import BasicBlock, ResNet
 
 from models import build_model
 from tests.conftest import ROOT, is_fused, plan_on, replace_layers
@@ -201,6 +202,26 @@ def test_a_network_that_is_not_called_as_a_whole_stays_the_same_function(tiny, f
             found.append([out, leaf.grad, *gradients, *one.buffers()])
         for mine, expected in zip(*found, strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-8, atol=1e-8 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(BasicBlock, "forward"), (ResNet, "_forward_impl"), (nn.BatchNorm2d, "forward"), (nn.Sequential, "forward")],
+)
+def test_a_method_that_a_user_replaced_is_used(tiny, fused_calls, kind, method, monkeypatch):
+    """And hooks of all modules are called."""
+    usual, networks = getattr(kind, method), [resnet18(), nn.Sequential(nn.Sequential(*make_block()), *make_block())]
+    monkeypatch.setattr(kind, method, lambda self, x: 0.5 * usual(self, x))
+    for network, x in zip(networks, (torch.randn(2, 3, 32, 32), torch.randn(2, 32, 8, 8)), strict=True):
+        expected = copy.deepcopy(network)(x)
+        replace_layers(tiny(enable_nhwc=True, fuse_norm_relu="auto"), network)
+        assert torch.equal(network(x), expected)
+    monkeypatch.undo()
+    fused_calls.clear()
+    handle = register_module_forward_hook(lambda _module, _inputs, out: out + 1)
+    network(x)
+    handle.remove()
+    assert not fused_calls
 
 
 def test_only_pytorchs_own_layers_are_fused(tiny):
