@@ -89,7 +89,7 @@ def train_in_halves(folder, device, runs):
     """Keep BatchNorm's statistics of the first of two micro-batches only, as DataParallel does."""
 
     def keep_the_first(statistics, last):
-        first = statistics.buffers["statistics"], statistics.total["statistics"]
+        first = statistics.buffers["statistics"], statistics.means["statistics"]
         torch._foreach_copy_(*(first if last else first[::-1]))
 
     RunningStatistics.collect = torch.no_grad()(keep_the_first)

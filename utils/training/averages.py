@@ -92,7 +92,6 @@ class RunningStatistics:
         self.buffers, self.collected = self._find(), 0
         for kind, buffers in self.buffers.items():
             torch._foreach_copy_(self.before[kind], buffers)
-            torch._foreach_copy_(self.means[kind], buffers)
 
     @torch.no_grad()
     def collect(self, last: bool) -> None:
@@ -106,7 +105,8 @@ class RunningStatistics:
                     owner[name] = buffer
             if kind == "statistics":
                 (torch._foreach_add_ if self.collected > 1 else torch._foreach_copy_)(means, buffers)
-                torch._foreach_div_(means, self.collected if last else 1)
+                if last:
+                    torch._foreach_div_(means, self.collected)
             for mean, buffer in zip(means, buffers, strict=True) if kind == "others" else ():
                 mixed = torch.where(mean == buffer, mean, mean.lerp(buffer, 1 / self.collected))
                 mean.copy_(mixed if self.collected > 1 else buffer)  # the first may replace -inf
