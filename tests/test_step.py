@@ -229,7 +229,7 @@ def test_kept_memory_is_not_faulted_in_again():
     """Page faults of ten allocations of 64 MB, in a process of its own, as the setting cannot be undone."""
     program = """
 import resource, sys, torch
-from tests.conftest import tiny_config
+from tests.conftest import plan_on, tiny_config
 from utils.training.learner import prepare_backends
 config = tiny_config(cpu_kernels=sys.argv[1:] or False)
 prepare_backends(config, plan_on(config))
