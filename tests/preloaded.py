@@ -1,4 +1,4 @@
-"""What the ranks of tests need, imported once by the server that forks them (processes.py)."""
+"""Imports that the ranks of tests need, made once by the server that forks them (processes.py)."""
 
 import functools
 import importlib

@@ -257,7 +257,7 @@ def show_signals(ready, enough):
 
 
 def test_a_worker_ignores_signals_except_sigterm_of_its_trainer():
-    """Those of a terminal, torchrun and Slurm reach all processes, and the trainer needs more batches to save."""
+    """The signals of a terminal, torchrun and Slurm reach all processes, and the trainer needs more batches to save."""
     context = multiprocessing.get_context("fork")
     ready, enough = context.Event(), context.Event()
     worker = context.Process(target=show_signals, args=(ready, enough), daemon=True)

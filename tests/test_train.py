@@ -30,7 +30,7 @@ from utils.training.validation import validate
 
 @pytest.mark.parametrize("switch", ["enable_nhwc", "enable_extra_opts", "enable_amp"])
 def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, switch):
-    """channels_last reaches model and images, AMP training and validation; one of enable_extra_opts works alone."""
+    """channels_last reaches model and images, AMP training and validation; enable_extra_opts may name one switch."""
     seen, losses = set(), []
     for changes in ({}, {switch: ["fused_optimizer"] if switch == "enable_extra_opts" else True}):
         seen.clear()

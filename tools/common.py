@@ -1,5 +1,5 @@
-"""What several commands share: options, tables, files that are written completely or not at all, and figures. No torch,
-so that --help is fast."""
+"""Code that several commands share: options, tables, files that are written completely or not at all, and figures. It
+imports no torch, so that --help is fast."""
 
 import argparse
 import io

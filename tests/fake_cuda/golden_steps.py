@@ -84,7 +84,7 @@ def key_of(config):
 
 
 def count_step(config):
-    """Return the counts of one step after warm-up and capture, which must equal those of the step before."""
+    """Return the counts of one step after warm-up and capture, which must equal the counts of the step before."""
     device = torch.device("cuda", 0)
     steps = plan_on(config, "cuda").capture_steps + 4
     config = Config(**config.model_dump() | {"limit_train_batches": steps})

@@ -34,7 +34,7 @@ KEEP_MEMORY = ((-4, 0), (-1, 2**31 - 1), (-2, 2**28))
 
 
 def prepare_backends(config: TrainingConfig, plan: Plan) -> None:
-    """Set the process-wide switches of PyTorch, and for ALLOC those of the C library."""
+    """Set the process-wide switches of PyTorch, and for ALLOC the C library's."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
     torch.use_deterministic_algorithms(config.deterministic)

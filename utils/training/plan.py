@@ -28,8 +28,8 @@ PREDICTION: dict[str, Any] = {"enable_cuda_graphs": False, "fuse_norm_relu": Fal
 
 @dataclass(frozen=True)
 class Plan:
-    """What is on. The keys of `kernels` are the names of `fuse_norm_relu` and `cpu_kernels` that are used, their values
-    whether the configuration demands it: then an error follows if the network cannot use it."""
+    """The switches that are on. `kernels`: {name of `fuse_norm_relu` or `cpu_kernels`: whether the configuration
+    demands it, so that an error follows if the network cannot use it}."""
 
     precision: Precision
     batch: GlobalBatch

@@ -7,7 +7,7 @@ import torch
 
 
 class Profiler:
-    """Marks ranges while it is `running`: NVTX's on a GPU, for Nsight Systems, and those of torch.profiler."""
+    """Marks ranges while it is `running`: NVTX's on a GPU, for Nsight Systems, and torch.profiler's ranges."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda, self.running = device.type == "cuda", False

@@ -6,7 +6,7 @@
     result/...          at the end: the metrics of the HParams tab
 
 All is in one folder, so that a run is one row with one colour. A resumed run writes the events of its earlier starts
-again, from metrics.jsonl, without those of steps that it trains again.
+again, from metrics.jsonl, without the events of steps that it trains again.
 """
 
 import json

@@ -19,7 +19,7 @@ def build_optimizer(
     config: SpeedConfig, parameters: Iterable[nn.Parameter], filters: Iterable[nn.Parameter] | None = None, *,
     fused: bool = False, graphed: bool = False,
 ) -> torch.optim.Optimizer:  # fmt: skip
-    """Build `optimizer` for `parameters`; `filters`: those of convolutions, for Muon (None: all with four dimensions).
+    """Build `optimizer` for `parameters`; `filters`: convolutions' weights, for Muon (None: all with four dimensions).
     EXTRA: `fused`: SGD or AdamW as one kernel; otherwise PyTorch chooses, on a GPU its foreach kernels. `graphed`: keep
     the learning rate in a tensor on the device, since a CUDA graph freezes numbers."""
     parameters = list(parameters)
