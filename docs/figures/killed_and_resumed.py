@@ -1,7 +1,7 @@
 """Switch off a node of a Slurm job in mid-epoch, let Slurm requeue the job, and draw its loss over an uninterrupted
 run's loss.
 
-PYTHONPATH=. python docs/figures/killed_and_resumed.py --train   # both jobs; needs root, tests/install_slurm.sh
+PYTHONPATH=. python docs/figures/killed_and_resumed.py --train   # both jobs; needs root, tests/system/slurm/install.sh
 PYTHONPATH=. python docs/figures/killed_and_resumed.py           # draw from results/2026-11-25-killed-and-resumed
 """
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.slurm_cluster import SlurmCluster
+from tests.system.slurm.cluster import SlurmCluster
 from tools.common import COLOURS, new_figure, save
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,257 @@
+"""TensorBoard's page and the report's, in a real browser: numbers read off what a person sees.
+
+bash tests/system/browser/install.sh && python -m pytest -m browser
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from contextlib import suppress
+
+import pytest
+
+from tests.conftest import ROOT, read_records
+from tests.processes import free_port, wait_until
+from tools.report import main as report
+from train import Trainer
+
+pytestmark = pytest.mark.browser
+WAIT_SECONDS = 60
+
+# The text that a person sees, TensorBoard's nested documents (shadow roots) included.
+VISIBLE_TEXT = """
+const texts = [];
+function walk(node) {
+  if (node.nodeType === Node.TEXT_NODE) { texts.push(node.textContent); return; }
+  if (node.nodeType === Node.ELEMENT_NODE) {
+    const style = getComputedStyle(node);
+    if (style.display === 'none' || style.visibility === 'hidden') return;
+    if (['SCRIPT', 'STYLE'].includes(node.tagName)) return;
+  }
+  if (node.shadowRoot) node.shadowRoot.childNodes.forEach(walk);
+  node.childNodes.forEach(walk);
+  if (node.nodeType === Node.ELEMENT_NODE) texts.push('\\n');
+}
+walk(document.body);
+return texts.join(' ').replace(/[ \\t]+/g, ' ');
+"""
+# The columns of HParams that are drawn, from the left, and the rows.
+HPARAMS_TABLE = """
+function find(node, name) {
+  if (node.id === name) return node;
+  for (const child of [...(node.shadowRoot ? node.shadowRoot.children : []), ...node.children]) {
+    const found = find(child, name);
+    if (found) return found;
+  }
+}
+const grid = find(document.body, 'sessionGroupsTable');
+if (!grid || !grid.items || !grid.items.length) return null;
+const text = row => [...row.children].map(cell => cell.firstElementChild.assignedNodes()[0]?.innerText.trim());
+const rows = part => [...grid.shadowRoot.querySelectorAll(part + ' tr')].filter(row => !row.hidden);
+const [header] = rows('thead').map(text).filter(row => row.includes('Trial ID'));
+return header && [header, rows('#items').map(text)];
+"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    selenium = pytest.importorskip("selenium", reason="selenium is missing: bash tests/system/browser/install.sh")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("chromium or chromedriver is missing: bash tests/system/browser/install.sh")
+    assert selenium
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.add_argument("--window-size=1500,1400")
+    chrome = webdriver.Chrome(options=options, service=Service(driver))
+    yield chrome
+    chrome.quit()
+
+
+def wait_for(browser, condition, what):
+    """The first true value of `condition`; fails with the text that the page shows instead."""
+    try:
+        return wait_until(what, WAIT_SECONDS, condition, 0.3)
+    except AssertionError as error:
+        text = browser.execute_script(VISIBLE_TEXT)
+        raise AssertionError(f"{error}; the page shows: {text[:3000]}") from None
+
+
+def see(browser, pattern):
+    """Waits until the visible text has this pattern."""
+    found = wait_for(browser, lambda: re.search(pattern, browser.execute_script(VISIBLE_TEXT)), pattern)
+    assert isinstance(found, re.Match)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expts(tiny, one_rank, tmp_path_factory):
+    """Two small finished runs."""
+    folder = tmp_path_factory.mktemp("expts")
+    for name, changes in (("first", {}), ("second", {"lr": 0.05, "nesterov": True})):
+        config = tiny(log_to_tensorboard=True, max_epochs=3, **changes)
+        Trainer(config, one_rank, folder / name, name, "auto").train()
+    return folder
+
+
+def results(folder):
+    return read_records(folder, "end")[0]
+
+
+@pytest.fixture(scope="module")
+def tensorboard(expts):
+    """TensorBoard's address on the loopback."""
+    port = free_port()
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(expts), "--host=127.0.0.1", f"--port={port}"]
+    process = subprocess.Popen([*command, "--load_fast=false"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address = f"http://127.0.0.1:{port}/"
+
+    def has_both_runs():
+        with suppress(OSError):
+            return len(json.load(urllib.request.urlopen(address + "data/runs", timeout=5))) == 2
+        return False
+
+    try:
+        wait_until("answer of TensorBoard", WAIT_SECONDS, has_both_runs, 0.5)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+
+def test_scalars_show_every_tag_and_its_last_value(browser, tensorboard, expts):
+    browser.get(tensorboard + "?darkMode=false#timeseries")
+    for group in ("acc1", "loss", "learning_rate", "step", "by_second"):
+        see(browser, rf"\b{group}\b")
+    see(browser, r"first/tb_logs")
+    see(browser, r"acc1\s*/valid")
+    for name in ("first", "second"):  # the table under a chart: run, smoothed, value, step
+        last = read_records(expts / name, "epoch")[-1]["acc1/valid"]
+        see(browser, rf"acc1\s*/valid[^$]*?{name}/tb_logs\s+[\d.]+\s+{last:.4g}\s+3\s")
+
+
+def test_hparams_open_with_what_differs_and_four_keys_and_hold_the_results_of_both_runs(browser, tensorboard, expts):
+    browser.get(tensorboard + "?darkMode=false#hparams")
+    see(browser, r"second/tb_logs\s[^$]*?nesterov=true")
+    columns, rows = wait_for(browser, lambda: browser.execute_script(HPARAMS_TABLE), "a table")
+    shown = ["also changed", "batch_size", "lr", "max_epochs", "model", "result/best_acc1", "result/best_epoch"]
+    assert columns[2:9] == shown and columns[0] == "Trial ID"
+    first, second = (dict(zip(columns, row, strict=False)) for row in rows)  # behind its cells a row has a hidden one
+    assert first["Trial ID"] == "first/tb_logs" and second["Trial ID"] == "second/tb_logs"
+    assert second["also changed"] == first["also changed"] + ", nesterov=true"
+    assert (first["lr"], second["lr"], first["model"]) == ("0.10000", "0.050000", "resnet8")
+    for name, row in (("first", first), ("second", second)):
+        assert row["result/best_acc1"] == f"{results(expts / name)['best_acc1']:#.5g}"
+
+
+def test_texts_hold_configuration_environment_and_worst_classes(browser, tensorboard, expts):
+    browser.get(tensorboard + "?darkMode=false#text")
+    browser.set_window_size(1500, 6000)  # what is far below is drawn when it comes into view
+    see(browser, r"batch_size: 32")
+    see(browser, r'"torchvision": "\d+\.\d+')
+    worst = results(expts / "first")["worst_classes"][0]
+    see(browser, rf"{worst['class']}\s+{100 * worst['accuracy']:.1f}%")
+
+
+# ---- the report
+
+
+@pytest.fixture(scope="module")
+def report_page(expts, tmp_path_factory):
+    """The address of a report about our two runs, one with a name made of markup, and the tutorial's six."""
+    pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
+    folder = tmp_path_factory.mktemp("report")
+    shutil.copytree(expts / "first", folder / MARKUP)
+    published = ROOT / "results/reference/sc20_curves.json"
+    assert report([str(expts), str(folder / MARKUP), str(published), "--out", str(folder)]) == 0
+    return (folder / "report.html").as_uri()
+
+
+MARKUP = "<b>bold<img src=x onerror=document.title='hurt'>"
+
+
+# Where on the screen a run's validation curve in the panel with this horizontal and vertical axis has this epoch.
+POINT = """
+const [panel, run, epoch] = arguments, plot = document.getElementById('curves');
+const trace = plot.data.find(trace => trace.name.startsWith(run) && (trace.xaxis ?? 'x') === panel);
+const index = trace.customdata.indexOf(epoch);
+plot.scrollIntoView();
+const box = plot.getBoundingClientRect(), axis = name => plot._fullLayout[name];
+const [xaxis, yaxis] = [axis(panel.replace('x', 'xaxis')), axis(panel.replace('x', 'yaxis'))];
+return {x: Math.round(box.x + xaxis._offset + xaxis.d2p(trace.x[index])),
+        y: Math.round(box.y + yaxis._offset + yaxis.d2p(trace.y[index]))};
+"""
+# How many curves a person sees.
+DRAWN = "return document.querySelectorAll('#curves .scatterlayer .trace path.js-line').length"
+
+
+def hover(browser, panel, run, epoch):
+    """Return the text at the pointer when it is at this epoch of the run's validation curve."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    where = browser.execute_script(POINT, panel, run, epoch)
+    action = ActionChains(browser)
+    action.w3c_actions.pointer_action.move_to_location(int(where["x"]), int(where["y"]))
+    action.perform()
+    script = "return [...document.querySelectorAll('#curves .hovertext')].map(label => label.textContent).join()"
+    return str(wait_for(browser, lambda: browser.execute_script(script), "values at the pointer"))
+
+
+def click_legend(browser, run, times=1):
+    """Click a run in the legend; two quick clicks hide all others."""
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    entries = browser.find_elements("css selector", "#curves .legend .traces")
+    (entry,) = (entry for entry in entries if entry.text.startswith(run))
+    action = ActionChains(browser).move_to_element(entry)
+    (action.click() if times == 1 else action.double_click()).perform()
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_report_page_shows_the_published_figures_and_ours(browser, report_page, expts, width):
+    browser.set_window_size(width, 2600)
+    browser.get(report_page)
+    for name, best in (("bs128-opt", "75.87%"), ("bs1024-warmup-opt", "76.53%"), ("bs2048-warmup-opt", "75.48%")):
+        see(browser, rf"{name} \(published\)\s+published\s+\d+\s+{best}")
+    see(browser, rf"first\s+finished\s+3 of 3\s+{100 * results(expts / 'first')['best_acc1']:.2f}%")
+    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0, "it needs no network"
+    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth"), "it fits the window"
+
+
+def test_report_curves_tell_their_values_at_the_pointer(browser, report_page):
+    browser.set_window_size(1280, 1200)
+    browser.get(report_page)
+    curves = json.loads((ROOT / "results/reference/sc20_curves.json").read_text())["runs"]["bs128-opt"]
+    accuracy = 100 * curves["acc1/valid"][curves["epoch"].index(40)]
+    assert f"bs128-opt (published)validation acc1 {accuracy:.2f} %, epoch 40" in hover(browser, "x2", "bs128-opt", 40)
+
+
+def test_report_legend_switches_a_run_off_in_every_plot(browser, report_page):
+    """Also a run whose name is made of markup."""
+    browser.set_window_size(1280, 1200)
+    browser.get(report_page)
+    assert browser.title.startswith("Training report") and not browser.find_elements("css selector", "img")
+    # two curves of each run in the panels of accuracy and loss, one of its learning rate, three runs with throughput
+    assert browser.execute_script(DRAWN) == 9 * (4 * 2 + 1) + 3
+    click_legend(browser, "bs128-opt")
+    wait_for(browser, lambda: browser.execute_script(DRAWN) == 8 * (4 * 2 + 1) + 3, "fewer curves")
+    click_legend(browser, MARKUP, times=2)
+    wait_for(browser, lambda: browser.execute_script(DRAWN) == 4 * 2 + 2, "one run")
+
+
+def test_report_tables_need_no_script(browser, report_page):
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.get(report_page)
+        body = browser.find_element("css selector", "body").text
+        assert "76.53%" in body and "The curves need JavaScript" in body
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

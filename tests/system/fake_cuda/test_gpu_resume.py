@@ -1,0 +1,262 @@
+"""Every block in config/, and each pair of switches that affect a step, trains, validates, saves and resumes in
+mid-epoch on a GPU, with a small network and data. A step of every block makes as many launches as recorded."""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import types
+import typing
+from collections import Counter
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+
+from tests.conftest import CLASSES, ROOT, TINY, plan_on, read_records
+from tests.system.fake_cuda import golden_steps, runtime
+from train import Trainer
+from utils.config import Config, list_blocks, load_config
+from utils.distributed.config import DistributedConfig
+from utils.distributed.world import World
+from utils.errors import ConfigError, Stopped
+from utils.training import step
+from utils.training.config import OptimizerConfig, PrecisionConfig, RecipeConfig, SpeedConfig
+from utils.training.step import GraphedStep
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+STOP_AFTER, WARMUP = 3, 3  # steps; without DDP, 3 warm-up steps before a capture are enough
+STEPS, GRAPHED_STEPS = 4, 10  # in one epoch or two; a graph is captured before and after the stop, and replayed last
+RECORDED = ("loss/train", "acc1/train", "loss/valid", "acc1/valid", "images/valid", "learning_rate")
+
+
+def train(config, folder, stop_after=None):
+    """Train a whole run, or `stop_after` steps until SIGTERM; return the trainer and its last step's host waits."""
+    trainer = Trainer(config, World(rank=0, local_rank=0, world_size=1, device=GPU), folder, "run", "auto")
+    train_step, waits = trainer.learner.train_step, set()
+
+    def watched(images, labels):
+        with runtime.record() if runtime.is_active() else nullcontext() as ledger:
+            train_step(images, labels)
+        waits.clear()
+        waits.update(ledger.waits if ledger else ())
+        if trainer.learner.steps == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.learner.train_step = watched
+    with pytest.raises(Stopped, match=r"after \d+ batches") if stop_after else nullcontext():
+        trainer.train()
+    return trainer, waits
+
+
+def read_epochs(folder):
+    epochs = read_records(folder, "epoch")
+    assert "loss/valid" in epochs[-1]  # earlier ones depend on validate_every_epochs
+    return [{key: row[key] for key in RECORDED if key in row} for row in epochs]
+
+
+def check_resume(config, folder, monkeypatch):
+    """Train and validate with and without a stop; both must be bitwise equal. The host must wait in a step only for a
+    scaled loss without the fused update."""
+    monkeypatch.setattr(step, "GRAPH_WARMUP_STEPS", WARMUP)
+    plan = plan_on(config, "cuda")
+    changes = {"limit_train_batches": (GRAPHED_STEPS if plan.graphed else STEPS) // config.max_epochs}
+    if not runtime.is_active():  # a GPU promises equal bits only with it
+        changes["deterministic"] = True
+    config = Config(**config.model_dump() | changes)
+    whole, waits = train(config, folder / "whole")
+    learner = whole.learner
+    waiting = plan.precision.loss_scale is not None and not config.extra_opt("fused_optimizer")
+    assert bool(waits) is (runtime.is_active() and waiting), waits
+    train(config, folder / "stopped", STOP_AFTER)
+    resumed, _ = train(config, folder / "stopped")
+    for trainer in (whole, resumed):
+        assert trainer.learner.steps == changes["limit_train_batches"] * config.max_epochs
+        captured = isinstance(trainer.learner.step, GraphedStep) and trainer.learner.step.captured
+        assert captured is plan.graphed
+    torch.testing.assert_close(resumed.learner.state_dict(), learner.state_dict(), rtol=0, atol=0)
+    assert read_epochs(folder / "stopped") == read_epochs(folder / "whole")
+    assert resumed.run.best == whole.run.best
+
+
+# ---- blocks; those with equal training settings run once
+
+SMALL = {
+    "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "zero_init_residual": False,
+    "batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "max_epochs": 2,
+    "num_data_workers": 0, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False,
+    "enable_profiling": False, "stop_at_accuracy": None, "device": "cuda",
+    "save_checkpoint": True,
+    "enable_compile": False,  # compiled kernels compute nothing on the fake runtime
+}  # fmt: skip
+
+
+def shrink(config):
+    """Return the smallest version of a block, with two micro-batches if it accumulates."""
+    values = config.model_dump() | SMALL
+    values |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
+    accumulates = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
+    values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
+    values["lr_schedule"] = (1,) if config.schedule_kind == "step" else config.lr_schedule
+    values["micro_batch_size"] = 4 if accumulates else None
+    values["deterministic"] = config.deterministic or config.verify_every_steps is not None
+    if config.data_loader == "dali":
+        values["data_loader"] = "torchvision"
+    return Config(**values)
+
+
+def distinct():
+    """Return the blocks that differ after shrinking, each named after its first."""
+    found = {}
+    for path in sorted((ROOT / "config").glob("*.yaml")):
+        for name in list_blocks(path):
+            config = shrink(load_config(path, name))
+            schedule = config.schedule_kind, config.lr_warmup_by, config.lr_warmup_epochs > 0
+            key = golden_steps.key_of(config), schedule, config.test_time_views, config.checkpoint_every_steps
+            found.setdefault(key, pytest.param(config, id=f"{path.stem}-{name}"))
+    return list(found.values())
+
+
+@pytest.mark.parametrize("config", distinct())
+def test_a_block_resumes_after_a_stop(config, pictures, tmp_path, monkeypatch):
+    config = Config(**config.model_dump() | {"data_path": str(pictures)})
+    check_resume(config, tmp_path, monkeypatch)
+
+
+# ---- pairs of switches
+
+QUICK = 16  # rows, with 95 % of the pairs; later ones are slow
+# Values to try for numbers and lists; other settings' values follow from their types.
+NUMBERS = {
+    "clip_grad_norm": [None, 1.0], "ema_decay": [None, 0.9], "label_smoothing": [0.0, 0.1],
+    "loss_scale": [None, "dynamic", 128.0], "optimizer": ["sgd", "adamw", "muon"], "micro_batch_size": [None, 4],
+    "mixup_alpha": [0.0, 0.2], "cutmix_alpha": [0.0, 1.0], "cutout_size": [0, 8], "checkpoint_every_steps": [None, 2],
+    "progressive": [{}, {"progressive_image_sizes": [[16, 0.5]]}],
+}  # fmt: skip
+OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip"]
+# compiled kernels compute nothing on the fake runtime; schedules only change the learning rate; cpu_kernels is for CPUs
+EXCLUDED = {"enable_compile", "lr_schedule", "lr_scale_rule", "lr_warmup_by", "cpu_kernels"}
+RUN = {"batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "log_freq": 1000, "lr": 0.01}
+RUN |= {"device": "cuda", "max_epochs": 2, "log_to_screen": False}
+
+
+def values_of(key):
+    """Return all values of a setting that is a bool or one of a few names, including null if allowed; else none."""
+
+    def spread(kind):
+        if kind is bool:
+            yield from (False, True)
+        elif kind is types.NoneType:
+            yield None
+        elif typing.get_origin(kind) is typing.Literal:
+            yield from typing.get_args(kind)
+        elif typing.get_origin(kind) in (types.UnionType, typing.Union):
+            yield from itertools.chain.from_iterable(map(spread, typing.get_args(kind)))
+
+    return list(dict.fromkeys(spread(Config.model_fields[key].annotation)))
+
+
+def switches():
+    """Return {setting: values} of all settings that affect a step, including future ones."""
+    groups = (OptimizerConfig, PrecisionConfig, RecipeConfig, DistributedConfig, SpeedConfig)
+    keys = dict.fromkeys(key for group in groups for key in vars(group)["__annotations__"])
+    found = {key: values_of(key) for key in [*keys, *OTHERS] if key not in {*EXCLUDED, *NUMBERS}}
+    found["parallel"].remove("no_communication")  # compares several ranks
+    loaders = {"data_loader": ["device", "torchvision", "synthetic"]}
+    return {key: values for key, values in found.items() if len(values) > 1} | loaders | NUMBERS
+
+
+def configure(row):
+    """Return a whole configuration of {setting: index of its value}; ValueError or ConfigError if they are
+    incompatible."""
+    changes = {key: CHOSEN[key][number] for key, number in row.items()}
+    sizes = changes.pop("progressive", {})
+    config = Config(**TINY | changes | sizes | RUN)
+    plan_on(config, "cuda")
+    return config
+
+
+CHOSEN = switches()
+EXTRA, NHWC = {"enable_extra_opts": 1}, {"enable_nhwc": 1}
+# what a pair may need in addition
+NEEDED = ({}, EXTRA, NHWC, EXTRA | NHWC, {"amp_dtype": CHOSEN["amp_dtype"].index("bf16")})
+
+
+def covering_rows():
+    """Return few rows that contain every allowed pair of values, and the pairs that no row contains."""
+    choices = [(key, number) for key, values in CHOSEN.items() for number in range(len(values))]
+    left = {frozenset(pair) for pair in itertools.combinations(choices, 2) if pair[0][0] != pair[1][0]}
+    generator, rows = random.Random(0), []
+    for group, pair in itertools.product(NEEDED, sorted(left, key=sorted)):
+        row = group | dict(pair)
+        if pair not in left or not is_allowed(row):
+            continue
+        for key in generator.sample([key for key in CHOSEN if key not in row], len(CHOSEN) - len(row)):
+            gains = [
+                (sum(frozenset({(key, number), old}) in left for old in row.items()), -number)
+                for number in range(len(CHOSEN[key]))
+            ]
+            for _, number in sorted(gains, reverse=True):
+                if is_allowed(row | {key: -number}):
+                    row[key] = -number
+                    break
+        left -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+        rows.append(row)
+    return rows, left
+
+
+def is_allowed(row):
+    with suppress(ValueError, ConfigError):
+        return bool(configure(row))
+    return False
+
+
+ROWS, REFUSED = covering_rows()
+
+
+def test_refused_pairs():
+    assert Counter(tuple(sorted(key for key, _ in pair)) for pair in REFUSED) == {
+        ("nesterov", "optimizer"): 1,
+        ("enable_cuda_graphs", "enable_extra_opts"): 1,
+        ("enable_cuda_graphs", "parallel"): 1,
+        ("ema_decay", "opt_level"): 2,
+        ("loss_scale", "opt_level"): 2,
+        ("enable_sync_bn", "fuse_norm_relu"): 1,
+        ("enable_nhwc", "fuse_norm_relu"): 1,
+        ("fuse_norm_relu", "parallel"): 1,
+    }
+
+
+QUICK_AND_SLOW = [*ROWS[:QUICK], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS[QUICK:])]
+
+
+@pytest.mark.parametrize("row", QUICK_AND_SLOW, ids=range(len(ROWS)))
+def test_switches_train_together_and_resume_after_a_stop(row, tmp_path, monkeypatch):
+    check_resume(configure(row), tmp_path, monkeypatch)
+
+
+# ---- counts of steps
+
+GROUPS = [
+    pytest.param(group, marks=pytest.mark.slow if group == golden_steps.COMPILED else (), id=group)
+    for group in golden_steps.groups()
+]
+
+
+@pytest.mark.skipif(not runtime.is_active(), reason="counts on the fake CUDA runtime")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("group", GROUPS)
+def test_launches_waits_and_copies_of_every_blocks_step_are_as_recorded(group):
+    command, environment = [sys.executable, "-m", golden_steps.__name__, group], os.environ | {"FAKE_CUDA_DEVICES": "2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    counted = {line.split()[0]: line for line in done.stdout.splitlines()}
+    versions, recorded = golden_steps.recorded()
+    if versions != golden_steps.versions():
+        pytest.skip(f"recorded with {versions}, this is {golden_steps.versions()}")
+    remedy = "if intended: python -m tests.system.fake_cuda.golden_steps"
+    assert counted == {block: recorded.get(block) for block, _ in golden_steps.groups()[group]}, remedy
