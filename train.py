@@ -32,7 +32,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,20 +40,17 @@ from models import build_model
 from utils.config import Config
 from utils.data.augment import BatchMix
 from utils.data.build import build_loaders, open_dataset
-from utils.data.datasets.dataset import STATISTICS
 from utils.data.loader import Loader, report_unreadable
-from utils.distributed.ddp import WARNINGS
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World, pin_near_gpu
+from utils.environment import describe_environment
 from utils.errors import ExpectedError, Stopped, exit_in_a_line
 from utils.run.clock import Clock, process_age
 from utils.run.folder import open_run, write_description
-from utils.run.logging.environment import describe_environment
-from utils.run.meters import Meters
-from utils.run.preemption import StopRequests, ignore_signals, listen
+from utils.run.meters import Meters, StepWatch
+from utils.run.preemption import StopRequests, ignore_signals
 from utils.run.profile import capture
 from utils.run.run import Run
-from utils.run.stragglers import StepWatch
 from utils.training.batches import TrainingBatches
 from utils.training.checks.dry_run import describe
 from utils.training.checks.start import check_network
@@ -84,8 +80,7 @@ class Trainer:
         self.config, self.world, self.resume, clock = config, world, resume, clock or Clock()
         plan = make_plan(config, world)
         check_ranks_agree(config, plan, world)
-        notes = [WARNINGS[config.parallel]] if config.parallel in WARNINGS else []
-        notes += pin_near_gpu(world)
+        notes = pin_near_gpu(world)
 
         dataset = open_dataset(config, world, fetch=fetch)
         self.loaders = build_loaders(config, dataset, world)
@@ -102,9 +97,7 @@ class Trainer:
         mix, watch = BatchMix(config, self.loaders.train.plan), self.watch.batches
         self.batches = TrainingBatches(learner, self.loaders.train, mix, watch, world.device)
 
-        views, decay = config.test_time_views, config.ema_decay
-        measures = {"images": valid.num_samples, "test_time_views": views, "ema_decay": decay}
-        self.run = Run(config, config_name, folder, world, learner, data, measures, clock)
+        self.run = Run(config, config_name, folder, world, learner, data, valid.num_samples, clock)
         self.requests = StopRequests(world)
         for note in notes + self.loaders.notes + learner.notes:
             self.run.log.say(note)
@@ -121,8 +114,10 @@ class Trainer:
     def train(self) -> None:
         """Train, or resume training, to the end. Raises `Stopped` after a signal asked to stop and all is saved."""
         run, clock = self.run, self.run.clock
-        lock = self._lock_and_restore()
-        with listen(self.requests), lock, run.log.open() as log:
+        lock = open_run(run, self.resume)
+        for loader in self.loaders.every():
+            loader.normalise.set_statistics(run.data["mean"], run.data["std"])  # the checkpoint's, if there is one
+        with self.requests.listen(), lock, run.log.open() as log:
             will_train = not run.finished
             self.world.main_only(lambda: self._log_start(will_train=will_train))
             self._report_unreadable()  # a loader may have decoded all images by now
@@ -179,13 +174,11 @@ class Trainer:
     def _log_point(self, iteration: int, images: Tensor) -> None:
         run, learner = self.run, self.learner
         window = run.check_finite(learner.sums.average_since_last(self.world))
-        speeds = self.watch.close_window()
         values = {
             "loss": window["loss"],
             "learning_rate": learner.learning_rate,
             **learner.loss_scaler.metrics(),
-            **speeds,
-            **self.meters.window(speeds["images_per_sec"], run.epoch),
+            **self.meters.at_log_point(run.clock.close_window(), run.epoch),
         }
         epoch, left = run.epoch + 1, run.time_left()
         self.world.main_only(lambda: run.log.log_step(epoch, iteration, learner.steps, values, left, images))
@@ -255,7 +248,7 @@ class Trainer:
         run, steps, names = self.run, self.learner.steps, self.run.data["class_names"]
         results = {f"best_{name}": run.best[name] for name in ("acc1", "epoch")}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
-        results |= {"seconds": run.seconds, "images_per_sec": run.clock.run().images_per_sec}
+        results |= {"seconds": run.seconds, "images_per_sec": run.clock.run.images_per_sec}
         results |= self.meters.totals(run.clock.images)
         results |= {f"test_{name}": value for name, value in test.items()}
         counts = confusion.collect(self.world)
@@ -284,25 +277,6 @@ class Trainer:
         run.save(is_best=False)
         option = "" if self.resume == "auto" else " with --resume auto"
         raise Stopped(f"stopped on {where} with everything saved; run the same command again{option} to resume")
-
-    def _lock_and_restore(self) -> AbstractContextManager[Any]:
-        """Collective: lock the run's folder in the main process, and restore the checkpoint to resume from. Return the
-        lock."""
-        run = self.run
-        opened = self.world.main_only(lambda: open_run(run, self.resume))
-        lock, state, pretrained = opened or (nullcontext(), None, None)
-        state, pretrained = self.world.broadcast((state, pretrained))
-        if pretrained is not None:
-            self.learner.load_network({"model": pretrained, "average": None})
-        if state is not None:
-            run.restore(state)
-            saved = {name: state["data"][name] for name in STATISTICS}
-            if any(tuple(run.data[name]) != tuple(value) for name, value in saved.items()):
-                run.log.say(f"Normalising with the checkpoint's {saved}; the data now give other values")
-            run.data.update(saved)
-            for loader in self.loaders.every():
-                loader.normalise.set_statistics(run.data["mean"], run.data["std"])
-        return lock
 
     def _report_unreadable(self) -> None:
         for line in report_unreadable(self.world, self.loaders.every(), self.run.folder):

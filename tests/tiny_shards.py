@@ -10,7 +10,7 @@ from PIL import Image
 
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.world import World
-from utils.run.logging.environment import dali_version
+from utils.environment import dali_version
 
 needs_dali = pytest.mark.skipif(dali_version() is None, reason="NVIDIA DALI is not installed")
 DALI = pytest.param("dali", marks=[needs_dali, pytest.mark.dali])

@@ -27,8 +27,7 @@ from utils.data.loader import Loader
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
-from utils.run.checkpoint.fit import check_tensors_fit
-from utils.run.checkpoint.io import newest_good
+from utils.run.checkpoint import check_tensors_fit, newest_good
 from utils.run.run import merge_buffers
 from utils.training.learner import Classifier
 from utils.training.plan import make_plan

@@ -113,7 +113,7 @@ class Attempt:
 def compare(uninterrupted: Path, killed: Path) -> list[str]:
     """Return the differences between two finished runs, at most 20: in records without measurements, in the newest
     checkpoint, and in the best weights."""
-    from utils.run.checkpoint.io import newest_good, read_checkpoint
+    from utils.run.checkpoint import newest_good, read_checkpoint
 
     sides = []
     for folder in (uninterrupted, killed):
@@ -191,7 +191,7 @@ def train_and_kill(job: RunCommand, folder: Path, delay: float | None, generator
     """Start the run, kill it after `delay` seconds or not at all (None), in 40 % of all cases as soon as it writes a
     checkpoint; return in what it was killed, "" if it has finished. `ExpectedError` if it fails or ignores a good
     checkpoint."""
-    from utils.run.checkpoint.io import newest_good
+    from utils.run.checkpoint import newest_good
 
     killed, has_checkpoint = False, newest_good(folder / "checkpoints")[0] is not None
     with Attempt(job, folder) as attempt:

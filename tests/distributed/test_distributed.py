@@ -29,8 +29,8 @@ from utils.distributed.ddp import WARNINGS, distribute, synchronise_batch_norm
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World, cores_near, pin_near_gpu
 from utils.errors import ConfigError
-from utils.run.checkpoint.io import newest_good
-from utils.run.logging.logger import RunLogger
+from utils.run.checkpoint import newest_good
+from utils.run.logger import RunLogger
 from utils.training.optimizers.build import set_learning_rate
 
 BATCH = 24  # 1, 2, 3 and 4 ranks share it evenly

@@ -156,7 +156,7 @@ PACKAGES_OF_THE_PRODUCT = {
     "utils/config": 490,
     "utils/data": 2_125,
     "utils/distributed": 895,
-    "utils/run": 1_850,
+    "utils/run": 1_750,
     "utils/kernels": 1_370,
     "utils/training": 2_100,
     "utils/verify": 320,

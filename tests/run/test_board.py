@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.conftest import read_records
 from train import Trainer
 from utils.config import Config
-from utils.run.logging.tensorboard import (
+from utils.run.tensorboard import (
     ALWAYS_SHOWN,
     CHANGES,
     RESULTS,
@@ -45,7 +45,7 @@ def run(tiny, one_rank, tmp_path):
     return train
 
 
-def test_a_run_has_scalars_by_epoch_step_and_second_texts_pictures_and_charts(run):
+def test_a_run_has_scalars_by_epoch_step_and_second_texts_and_pictures(run):
     folder = run()
     events = read(folder / "tb_logs")
     assert not [path for path in (folder / "tb_logs").iterdir() if path.is_dir()]  # TensorBoard's rows are folders
@@ -68,8 +68,6 @@ def test_a_run_has_scalars_by_epoch_step_and_second_texts_pictures_and_charts(ru
     assert (grid.height, grid.width, matrix.width) == (3 * (4 * 33 + 1), 3 * (8 * 33 + 1), 600)
     image = draw_matrix(torch.tensor([[4, 0], [1, 3]]))  # white at 0 and dark at 100 %
     assert image.shape == (600, 600) and (image[0, 599], image[0, 0]) == (1, 0) and 0 < image[599, 0] < 1
-    (layout,) = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val
-    assert all(chart in layout for chart in (b"accuracy by epoch", b"images_per_sec"))
 
 
 def test_hparams_have_a_row_of_settings_and_results(run):

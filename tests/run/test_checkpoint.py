@@ -18,11 +18,10 @@ import train
 from tests.conftest import contents, read_records, run
 from utils import files, seeds
 from utils.errors import CheckpointError, ExpectedError
+from utils.run import checkpoint
 from utils.run import folder as run_folder
-from utils.run.checkpoint import io as checkpoint
-from utils.run.checkpoint.fit import check_settings
-from utils.run.checkpoint.io import encode, list_checkpoints, newest_good, read_checkpoint, save_checkpoint
-from utils.run.folder import open_run
+from utils.run.checkpoint import check_settings, encode, list_checkpoints, newest_good, read_checkpoint, save_checkpoint
+from utils.run.folder import open_folder
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def resume(tiny, one_rank, folder):
 
     def open_from(path="auto", run_dir=folder):
         opening.folder, opening.log.waiting = run_dir, []
-        lock, state, _ = open_run(opening, str(path))
+        lock, state, _ = open_folder(opening, str(path))
         lock.close()
         return state
 

@@ -10,8 +10,7 @@ from tests.conftest import contents, stop
 from utils.base_config import KeyFlag
 from utils.config import Config, load_config
 from utils.config.command_line import Arguments, parse_arguments
-from utils.errors import ConfigError, Stopped
-from utils.run.checkpoint.fit import check_settings
+from utils.errors import Stopped
 
 FIXED = {
     "batch_size", "dataset", "holdout_images", "limit_train_batches", "model", "num_classes", "optimizer", "seed",
@@ -41,15 +40,6 @@ def test_which_settings_may_change():
     """A run never resumes with another value of the first ones, and of the second ones without being asked to."""
     assert {*Config().keys_with(KeyFlag.FIXED_ON_RESUME)} == FIXED
     assert {*Config().keys_with(KeyFlag.FREE_ON_RESUME)} == FREE
-
-
-@pytest.mark.parametrize("key", ["max_epochs", "seed"])
-def test_a_fixed_setting_may_not_change_even_if_asked(tiny, tmp_path, key):
-    """With another seed the checkpoint would be in the middle of another order of the images."""
-    path = tmp_path / "checkpoints/step-000000004.pt"
-    with pytest.raises(ConfigError, match=f"holds a run with other settings: {key} ") as refused:
-        check_settings(path, tiny().model_dump(mode="json"), tiny(**{key: 7}), automatic=True)
-    assert (f"--resume {tmp_path} " in str(refused.value)) == (key != "seed")
 
 
 def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_rank, tmp_path):

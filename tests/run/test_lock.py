@@ -15,7 +15,7 @@ from utils import files
 from utils.errors import ConfigError, ExpectedError
 from utils.files import lock_folder
 from utils.run import folder as run_folder
-from utils.run.folder import open_run
+from utils.run.folder import open_folder
 from utils.run.run import Run
 
 HOLDER = rf"is writing here: process {os.getpid()} on {socket.gethostname()}"
@@ -30,7 +30,7 @@ def start(tiny, one_rank, tmp_path, monkeypatch):
 
     def open_as(restarts, resume="auto"):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
-        return open_run(opening, resume)[0]
+        return open_folder(opening, resume)[0]
 
     return open_as
 

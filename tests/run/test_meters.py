@@ -12,11 +12,12 @@ from models import build_model
 from tests.conftest import read_records
 from train import Trainer
 from utils.distributed.world import World
+from utils.environment import device_name
 from utils.errors import ConfigError
 from utils.kernels.stem import pad_stem
 from utils.run import meters
+from utils.run.clock import Window
 from utils.run.config import MEASURED
-from utils.run.logging.environment import device_name
 from utils.run.meters import count_devices, read_gpu, read_joules
 from utils.training.metrics.flops import flops_per_image, published_peak, read_peak
 
@@ -125,8 +126,8 @@ def test_mfu_counts_all_devices_and_ranks_of_a_host_share_one(tiny, one_rank, tm
     monkeypatch.setattr(meters, "read_joules", lambda device: 7.0)
     limits = str(report(tmp_path / "limits.json", device_name(one_rank.device)))
     found = Trainer(tiny(limits_report=limits, enable_amp=False), one_rank, tmp_path).meters
-    one = found.window(100.0, 0)["mfu"]
+    one = found.at_log_point(Window(100, 1.0), 0)["mfu"]
     assert found.totals(100) == {"joules": 0, "joules_per_image": 0}
     found.devices = 2
-    assert found.window(100.0, 0)["mfu"] == pytest.approx(one / 2)
+    assert found.at_log_point(Window(100, 1.0), 0)["mfu"] == pytest.approx(one / 2)
     assert found.totals(100) == {}, "as with DataParallel, only one of the GPUs is known"

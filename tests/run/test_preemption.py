@@ -13,7 +13,7 @@ from tests.processes import run_job
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run import preemption
-from utils.run.preemption import ONE_KEYSTROKE, SIGNALS, StopRequests, listen
+from utils.run.preemption import ONE_KEYSTROKE, SIGNALS, StopRequests
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_second_ctrl_c_stops_at_once(first, one_rank, set_clock, capfd, monkey
     requests = StopRequests(one_rank)
     before = signal.getsignal(signal.SIGINT)
     set_clock(100)
-    with listen(requests):
+    with requests.listen():
         assert not requests.poll()
         assert not interrupts(first)
         assert requests.poll()
@@ -64,7 +64,7 @@ def test_under_nohup_the_end_of_the_session_is_ignored_unless_torchrun_passes_it
     if launcher.endswith("torchrun"):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     requests, before = StopRequests(one_rank), signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with listen(requests):
+    with requests.listen():
         signal.raise_signal(signal.SIGHUP)
         assert requests.poll() is launcher.endswith("torchrun")
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
@@ -75,7 +75,7 @@ def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(set_clock, mon
     requests = StopRequests(World(1, 1, 2, torch.device("cpu")))
     monkeypatch.setattr(requests, "_compare", lambda _: [signal.SIGINT, 10**6])
     set_clock(100)
-    with listen(requests):
+    with requests.listen():
         assert requests.poll()
         set_clock(100 + ONE_KEYSTROKE / 2)
         assert not interrupts(signal.SIGINT)
@@ -106,7 +106,7 @@ def stop_in_the_middle(folder, pace):
             return compare(microseconds)
 
         requests._compare = count_and_compare
-        with listen(requests):
+        with requests.listen():
             for before in pace[:-1]:
                 requests.start_loop()
                 for _ in range(before[-1]):

@@ -16,14 +16,15 @@ from tools import export
 from train import Trainer
 from utils.distributed.ranks import run_ranks
 from utils.errors import CheckpointError
-from utils.run.checkpoint.pretrained import read_pretrained
+from utils.run.folder import open_run
+from utils.run.pretrained import read_pretrained
 
 
 def begin(config, one_rank, folder):
     """Return (the network's initial state, the notes) of a new run."""
     trainer = Trainer(config, one_rank, folder)
     trainer.run.log.waiting.clear()
-    trainer._lock_and_restore().close()
+    open_run(trainer.run, "auto").close()
     return trainer.learner.model.state_dict(), trainer.run.log.waiting
 
 
@@ -125,7 +126,7 @@ def test_a_head_of_other_classes_or_another_order_is_refused(tmp_path, other, th
 def save_each_ranks_initial_weights(folder):
     def act(world):
         trainer = Trainer(tiny_config(pretrained=str(folder / "weights.pth")), world, folder / "run")
-        with trainer._lock_and_restore():
+        with open_run(trainer.run, "auto"):
             torch.save(trainer.learner.model.state_dict()["conv1.weight"], folder / f"rank-{world.rank}.pt")
 
     return run_ranks(act, "cpu", 60)

@@ -7,8 +7,8 @@ import pytest
 
 from tests.conftest import read_records, run
 from tests.processes import wait_until
-from utils.run.logging import trackers
-from utils.run.logging.trackers import Tracker
+from utils.run import trackers
+from utils.run.trackers import Tracker
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from utils.config.command_line import Arguments
 from utils.data import build
 from utils.data.datasets.dataset import load_dataset, spread_over_classes
 from utils.distributed.world import World
-from utils.run.checkpoint.io import encode, read_checkpoint, step_path
+from utils.run.checkpoint import encode, read_checkpoint, step_path
 from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
 
 BF16 = {"amp_dtype": "bf16", "batch_size": 8, "valid_batch_size_per_gpu": 12, "limit_train_batches": 2}  # bf16 is slow

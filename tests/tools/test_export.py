@@ -16,7 +16,7 @@ from train import Trainer
 from utils.config import Config
 from utils.data.datasets.dataset import load_dataset, spread_over_classes
 from utils.errors import ExpectedError
-from utils.run.checkpoint.io import read_checkpoint
+from utils.run.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch.export
 

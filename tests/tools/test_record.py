@@ -11,8 +11,8 @@ from tools.bench import __main__ as bench
 from tools.bench import record
 from tools.common import as_settings
 from utils.config import load_config
+from utils.environment import describe_environment, git_commit
 from utils.errors import ConfigError
-from utils.run.logging.environment import describe_environment, git_commit
 
 
 def epochs(*accuracies):

@@ -14,7 +14,7 @@ from tools.verify_resume import RunCommand, compare, main, train_and_kill
 from train import Trainer
 from utils.errors import ExpectedError
 from utils.files import write_atomically
-from utils.run.checkpoint.io import encode, newest_good, read_checkpoint, save_checkpoint
+from utils.run.checkpoint import encode, newest_good, read_checkpoint, save_checkpoint
 
 SETTINGS = TINY | {"limit_train_batches": 16, "max_epochs": 3, "checkpoint_every_steps": 5, "deterministic": True}
 ARGUMENTS = ["--config=default", *as_options(SETTINGS)]
@@ -90,7 +90,7 @@ FORGETFUL = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
-from utils.run.checkpoint import io as checkpoint
+from utils.run import checkpoint
 from utils.config.command_line import parse_arguments
 checkpoint.newest_good = lambda folder: (None, None, [])
 sys.exit(train.main(parse_arguments()))

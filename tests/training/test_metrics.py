@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from utils.run.clock import Clock
-from utils.run.logging.logger import RunLogger
+from utils.run.logger import RunLogger
 from utils.training.metrics.sums import MetricSums
 
 TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
@@ -73,7 +73,7 @@ def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
     values = EPOCH | {"loss/train": 1.23456789, "acc1/valid": 0.45678901, "learning_rate": 0.0123456}
     with make_logger(tmp_path) as log:
         step = {"loss": 1.23456789, "learning_rate": 0.0123456, "images_per_sec": 98765.4321}
-        log.log_step(3, 20, 80, step, left=3723.4)
+        log.log_step(3, 20, 80, step, 3723.4, None)
         log.log_epoch(3, 80, values | {"images_per_sec": 98765.4321, "epoch_seconds": 12.3456789}, left=86400.0)
         log.log_epoch(4, 90, values, left=0.0)
     lines = (tmp_path / "train.log").read_text().splitlines()
@@ -108,10 +108,10 @@ def test_a_terminal_has_a_progress_bar_but_not_under_open_mpi(tmp_path, monkeypa
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     if launched:
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setattr("utils.run.logging.logger.REDRAW_SECONDS", -1)
+    monkeypatch.setattr("utils.run.logger.REDRAW_SECONDS", -1)
     with make_logger(tmp_path, to_screen=True) as log:
         log.start_bar("epoch 1/2", 4)
-        log.log_step(1, 2, 2, {"loss": 1.0, "learning_rate": 0.1, "images_per_sec": 680.5}, left=60.0)
+        log.log_step(1, 2, 2, {"loss": 1.0, "learning_rate": 0.1, "images_per_sec": 680.5}, 60.0, None)
         log.advance_bar(2)
         log.log_epoch(1, 4, EPOCH)
     printed = capsys.readouterr().out

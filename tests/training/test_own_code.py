@@ -16,7 +16,7 @@ from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset, open_dataset
 from utils.data.datasets.custom import load_own
 from utils.errors import CheckpointError, ConfigError, DataError
-from utils.run.checkpoint.io import list_checkpoints, read_checkpoint
+from utils.run.checkpoint import list_checkpoints, read_checkpoint
 from utils.training.checks.start import check_network
 
 CODE = """

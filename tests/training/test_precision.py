@@ -10,7 +10,7 @@ from torch import nn
 from tests.conftest import plan_on, read_records, run
 from train import Trainer
 from utils.errors import ConfigError
-from utils.run.checkpoint.io import read_checkpoint
+from utils.run.checkpoint import read_checkpoint
 from utils.training import precision as precision_module
 from utils.training.learner import prepare_backends
 from utils.training.optimizers.build import build_optimizer

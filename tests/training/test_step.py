@@ -21,7 +21,7 @@ from utils.kernels.stem import ChannelPaddedConv2d
 from utils.kernels.weight_products import ProductConv2d
 from utils.kernels.winograd import WinogradConv2d
 from utils.program import missing_compiler
-from utils.run.logging.logger import RunLogger
+from utils.run.logger import RunLogger
 from utils.training.metrics.flops import flops_per_image
 from utils.training.optimizers.build import build_optimizer, set_learning_rate
 

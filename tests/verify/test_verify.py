@@ -14,7 +14,7 @@ from tests.system.faults.inject import Flip, build_tiny, flip_bit, plan_flip, ra
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, CorruptionError
-from utils.run.checkpoint.io import newest_good
+from utils.run.checkpoint import newest_good
 from utils.verify.fingerprints import CHUNK, fingerprint
 from utils.verify.step_state import own_tensors, shared_tensors
 from utils.verify.verifier import FIRST_STEPS, Evidence, describe_fault, is_due

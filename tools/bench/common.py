@@ -21,9 +21,9 @@ from tools.common import add_count, check_writable, path_argument, write_json
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.world import World
+from utils.environment import describe_environment
 from utils.errors import ConfigError, ExpectedError
 from utils.program import end_with_parent
-from utils.run.logging.environment import describe_environment
 from utils.training.plan import make_plan
 
 

@@ -24,8 +24,8 @@ from tools.common import COLOURS, check_writable, new_figure, path_argument, pri
 from utils.config import Config, load_config
 from utils.data.build import open_dataset
 from utils.distributed.world import World
+from utils.environment import describe_environment
 from utils.errors import ConfigError
-from utils.run.logging.environment import describe_environment
 from utils.training.checks.dry_run import activation_bytes_per_image
 from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak, number_format
 from utils.training.plan import make_plan

@@ -13,7 +13,7 @@ from utils.config import Config, load_config
 from utils.data.build import Loader, build_loaders, open_dataset
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
-from utils.run.logging.environment import dali_version, device_name
+from utils.environment import dali_version, device_name
 from utils.training.batches import Batch, prefetch
 from utils.training.learner import prepare_backends
 from utils.training.plan import make_plan

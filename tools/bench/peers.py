@@ -23,8 +23,8 @@ from utils.config import Config
 from utils.data.build import open_dataset
 from utils.data.datasets.dataset import Dataset
 from utils.distributed.world import World
+from utils.environment import device_name
 from utils.errors import ConfigError
-from utils.run.logging.environment import device_name
 from utils.training.batches import prefetch
 from utils.training.learner import prepare_backends
 from utils.training.optimizers.build import build_optimizer

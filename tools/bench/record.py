@@ -34,9 +34,9 @@ from tools.runs import read_records
 from utils.config import Config, find_file, list_blocks, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.world import choose_device
+from utils.environment import describe_environment
 from utils.errors import ConfigError
 from utils.program import TRAIN, end_with_parent
-from utils.run.logging.environment import describe_environment
 
 TIMES = ("command", "run", "training")
 SAME = ("commit", *VERSIONS)

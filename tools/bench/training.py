@@ -14,7 +14,7 @@ from utils.config import Config
 from utils.data.build import Loader, build_loaders, open_dataset
 from utils.data.datasets.dataset import Dataset
 from utils.distributed.world import World, choose_device
-from utils.run.stragglers import peak_memory
+from utils.run.meters import peak_memory
 from utils.training.batches import Batch, prefetch
 from utils.training.learner import Learner
 from utils.training.plan import make_plan

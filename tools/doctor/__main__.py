@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def check(world: "World") -> None:
         nonlocal failed
         from tools.doctor.machine import software_versions
-        from utils.run.logging.environment import device_name
+        from utils.environment import device_name
 
         record = Record(device=device_name(world.device), software=software_versions(), time=datetime.now(UTC))
         record.findings = examine(options, config, world)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tools.doctor.findings import FINGERPRINT_REMEDY, Finding, judge
-from utils.run.logging.environment import device_name, read_processors
+from utils.environment import device_name, read_processors
 from utils.verify.fingerprints import fingerprint
 
 SECONDS = 3.0  # each device repeats the training for this long, at least twice

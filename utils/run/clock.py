@@ -40,20 +40,19 @@ class Clock:
     """Counts from `age` seconds before its construction.
 
     The loop is divided into windows, which end at log points and with each epoch. The first window of a process
-    includes the start of workers, cuDNN's choice of algorithms and compilation: it is not in `total`, except for the
-    speed of a run that has no other window.
+    includes the start of workers, cuDNN's choice of algorithms and compilation, so it is in neither `epoch` nor
+    `total`; it gives the speed of a run that has no other window.
     """
 
     def __init__(self, age: float = 0.0) -> None:
         self.step = 0  # the last optimizer step of the run
         self.reached = 0  # the last step of all earlier starts: steps up to it are replays
-        self.first = self.total = Window()  # the first window of this process; all others, over all starts of the run
         self.images = 0  # of all ranks, in this process
-        self._opened = self._before_epoch = Window()
+        self.first = self.epoch = self.total = Window()  # of this process; of the epoch; of all starts of the run
+        self._opened = Window()  # the loop so far, when the current window began
         self._spent = dict.fromkeys(ACTIVITIES, 0.0) | {"start": age}
-        self._activity = "start"
+        self._activity, self._changed = "start", time.perf_counter()
         self._pace: tuple[float, float] | None = None  # time and position of the first forecast
-        self._changed = time.perf_counter()
 
     def switch(self, activity: str) -> None:
         """Start another activity. Training up to the last step of earlier starts counts as a replay."""
@@ -81,7 +80,7 @@ class Clock:
 
     def start_epoch(self) -> None:
         """Start a window now, the epoch's first; the time since the last one does not count."""
-        self._opened, self._before_epoch = self._loop(), self.total
+        self._opened, self.epoch = self._loop(), Window()
 
     def close_window(self) -> Window:
         """Return the window that ends now, and start the next one. Call when the device has finished its work."""
@@ -90,20 +89,17 @@ class Clock:
         if not self.first.images:
             self.first = window
         elif window.images:
-            self.total = self.total.plus(window)
+            self.epoch, self.total = self.epoch.plus(window), self.total.plus(window)
         return window
 
-    def epoch(self) -> Window:
-        """Return the epoch's closed windows, without the first one of this process."""
-        return self.total.plus(self._before_epoch, -1)
-
+    @property
     def run(self) -> Window:
-        """Return all windows of the run."""
+        """All windows of the run."""
         return self.total if self.total.images else self.first
 
     def images_per_sec(self) -> float:
         """Return the speed of the epoch's closed windows; of the run if there is none."""
-        return (self.epoch() if self.epoch().images else self.run()).images_per_sec
+        return (self.epoch if self.epoch.images else self.run).images_per_sec
 
     def _loop(self) -> Window:
         return Window(self.images, self.seconds(*LOOP), self.seconds("input"))

@@ -7,33 +7,43 @@ import filecmp
 import itertools
 import os
 import textwrap
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import IO, Any
-from unicodedata import normalize
 
 from torch import Tensor
 
 from utils.base_config import BaseConfig, render
 from utils.distributed.launch import job_name, was_restarted
+from utils.environment import describe_arithmetic
 from utils.errors import CheckpointError
 from utils.files import lock_folder, name_file_in_error, sign_lock, strict_json, write_atomically
-from utils.run.checkpoint import fit
-from utils.run.checkpoint import io as checkpoint
-from utils.run.logging.environment import describe_arithmetic
-from utils.run.logging.logger import METRICS, read_records
+from utils.run import checkpoint
+from utils.run.logger import METRICS, read_records
 from utils.run.run import Run
 
 PATIENCE = 0.9  # of the other ranks' timeout
 STARTS = ("start", "resume")  # kinds of the first record of a start in metrics.jsonl
-NOT_EQUAL = "the last bits of the results may differ from those of an uninterrupted run"
 ALWAYS_KEPT = (*STARTS, "stop", "lost")  # kinds kept when a run goes back to an earlier step
 
 State = dict[str, Any]  # of a checkpoint
+Source = tuple[Path, State, State | None]  # a checkpoint to resume from, its state, and the best one's if it is known
 
 
-def open_run(run: Run, resume: str) -> tuple[IO[str], State | None, dict[str, Tensor] | None]:
+def open_run(run: Run, resume: str) -> AbstractContextManager[Any]:
+    """Collective: open the folder in the main process, and continue on every rank from its checkpoint, or start from
+    the weights of `pretrained`. Return the folder's lock."""
+    opened = run.world.main_only(lambda: open_folder(run, resume))
+    lock, state, pretrained = opened or (nullcontext(), None, None)
+    state, pretrained = run.world.broadcast((state, pretrained))
+    if pretrained is not None:
+        run.learner.load_network({"model": pretrained, "average": None})
+    if state is not None:
+        run.restore(state)
+    return lock
+
+
+def open_folder(run: Run, resume: str) -> tuple[IO[str], State | None, dict[str, Tensor] | None]:
     """Lock the folder of `run`, and resume the run in it or move that run aside; `resume` is auto, never, or a path.
     Return the lock, held while this file is open, the checkpoint to resume from, and the weights that a new run starts
     with.
@@ -52,15 +62,11 @@ def open_run(run: Run, resume: str) -> tuple[IO[str], State | None, dict[str, Te
         earlier_job = lock.read().partition("\n")[0]
         again = restarted and earlier_job == job
         sign_lock(lock, earlier_job)
-        path, state, best = _find_source(checkpoints, "auto" if again else resume, say)
-        pretrained = run.read_pretrained() if state is None else None
+        source = _find_source(run, "auto" if again else resume, must_equal=resume == "auto" and not again)
+        pretrained = None if source else run.read_pretrained()
         if pretrained is not None:
             say(pretrained[1])
-        if path is not None and state is not None:
-            _check_fit(run, path, state, automatic=resume == "auto" and not again)
-            if not _is_best(best, state, run):
-                state, best = state | {"best": checkpoint.NO_BEST}, None
-        if path is not None and path.parent.resolve() == checkpoints.resolve():
+        if source and source[0].parent.resolve() == checkpoints.resolve():
             for temporary in (*folder.glob(".*.tmp"), *checkpoints.glob(".*.tmp")):  # of killed writers
                 temporary.unlink(missing_ok=True)
         elif checkpoints.exists() or (folder / METRICS).exists():
@@ -69,38 +75,21 @@ def open_run(run: Run, resume: str) -> tuple[IO[str], State | None, dict[str, Te
             lock.close()
             lock = undo.enter_context(lock_folder(target))
         checkpoints.mkdir(exist_ok=True)
-        if path is not None and state is not None:
-            _adopt(folder, path, state, best)
+        if source:
+            run.resumed_from = source[0]
+            _adopt(folder, *source)
         sign_lock(lock, job)
-        run.resumed_from = path
         run.clock.reached = max((record["step"] for record in read_records(folder)), default=0)
         undo.pop_all()
-    return lock, state, pretrained[0] if pretrained else None
+    return lock, source[1] if source else None, pretrained[0] if pretrained else None
 
 
-def _check_fit(run: Run, path: Path, state: State, *, automatic: bool) -> None:
-    """Raise an `ExpectedError` if the checkpoint `state` does not fit `run`; log what differs otherwise."""
-    for text in fit.check_settings(path, state["config"], run.config, automatic=automatic):
-        run.log.say(f"Resuming with another {text}")
-    computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
-    if other := fit.changed(state["data"], {key: run.data[key] for key in run.data if key not in computed}):
-        found = f"was trained on other data, or with epochs of another length: {fit.shorten([*other.values()])}"
-        saved, here = (normalize("NFC", str(data["class_names"])) for data in (state["data"], run.data))
-        found += "; the class names differ in their Unicode form only" * ("class_names" in other and saved == here)
-        raise CheckpointError(f"{path}: {found}\nresume with the same data and limits, or {fit.NEW_RUN}")
-    fit.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
-    if differing := fit.changed(state["versions"], describe_arithmetic(run.world.device)):
-        run.log.say(f"Resuming with another {fit.shorten([*differing.values()])}: {NOT_EQUAL}")
-
-
-def _find_source(
-    checkpoints: Path, resume: str, say: Callable[[str], None]
-) -> tuple[Path | None, State | None, State | None]:
-    """Return (path, state, state of best.pt or None) of the checkpoint to resume from, all read before anything is
-    moved; None for each to start a new run."""
+def _find_source(run: Run, resume: str, *, must_equal: bool) -> Source | None:
+    """Return what to resume from, read and checked before anything is moved; None to start a new run. `must_equal`:
+    with the same training settings only."""
     if resume == "never":
-        return None, None, None
-    named = checkpoints if resume == "auto" else Path(resume)
+        return None
+    named, say = run.folder / "checkpoints" if resume == "auto" else Path(resume), run.log.say
     path, state, complaints = checkpoint.newest_good(named)
     if path is None and complaints:
         best_too = "resume from its best.pt with --resume, or " * any(named.rglob("best.pt"))
@@ -109,7 +98,7 @@ def _find_source(
     if path is None or state is None:
         if resume != "auto":
             raise CheckpointError(f"--resume {named}: no checkpoint there; give a checkpoint, a run folder or never")
-        return None, None, None
+        return None
     best, best_path = None, path.with_name("best.pt")
     try:
         best = checkpoint.read_checkpoint(best_path) if best_path.exists() else None
@@ -118,7 +107,22 @@ def _find_source(
     for complaint in complaints:
         say(f"Skipped: {complaint}")
     say(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
-    return path, state, best
+    _check_fit(run, path, state, must_equal=must_equal)
+    return (path, state, best) if _is_best(best, state, run) else (path, state | {"best": checkpoint.NO_BEST}, None)
+
+
+def _check_fit(run: Run, path: Path, state: State, *, must_equal: bool) -> None:
+    """Raise an `ExpectedError` if the checkpoint `state` does not fit `run`; log what differs otherwise."""
+    for text in checkpoint.check_settings(path, state["config"], run.config, automatic=must_equal):
+        run.log.say(f"Resuming with another {text}")
+    computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
+    if other := checkpoint.changed(state["data"], {key: run.data[key] for key in run.data if key not in computed}):
+        found = f"was trained on other data, or with epochs of another length: {checkpoint.shorten([*other.values()])}"
+        raise CheckpointError(f"{path}: {found}\nresume with the same data and limits, or {checkpoint.NEW_RUN}")
+    checkpoint.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
+    if differing := checkpoint.changed(state["versions"], describe_arithmetic(run.world.device)):
+        what = checkpoint.shorten([*differing.values()])
+        run.log.say(f"Resuming with another {what}: the last bits may differ from those of an uninterrupted run")
 
 
 def _is_best(best: State | None, state: State, run: Run) -> bool:
@@ -130,11 +134,11 @@ def _is_best(best: State | None, state: State, run: Run) -> bool:
     if best is None or best["best"] != found:  # damaged, missing, or of a later step
         run.log.say(f"The best weights so far, of epoch {found['epoch']}, are lost: only later epochs count as best")
         return False
-    differing = fit.changed(found.get("measures", {}), run.measures)
+    differing = checkpoint.changed(found.get("measures", {}), run.measures)
     if not differing or state["epoch"] >= run.config.max_epochs:
         return True
     run.log.say(
-        f"Validation has changed ({fit.shorten([*differing.values()])}): {found['acc1']:.2%} of epoch "
+        f"Validation has changed ({checkpoint.shorten([*differing.values()])}): {found['acc1']:.2%} of epoch "
         f"{found['epoch']} cannot be compared, so only later epochs count as best"
     )
     return False

@@ -24,6 +24,7 @@ POLL_SECONDS = 1.0  # between two comparisons of the flags
 # seconds: a second Ctrl-C within this time counts as the first one, as terminal and launcher may both send it
 ONE_KEYSTROKE = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+ASKED = b"\nasked to stop: stopping after this step; Ctrl-C again stops at once, without saving\n"
 
 
 class StopRequests:
@@ -64,35 +65,32 @@ class StopRequests:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return flags.tolist()  # type: ignore[no-any-return]
 
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """The first of SIGNALS asks to stop; a second Ctrl-C stops at once. Restores the handlers. Only the main thread
+        can listen; in another one this does nothing.
 
-@contextmanager
-def listen(requests: StopRequests) -> Iterator[None]:
-    """The first of SIGNALS asks to stop; a second Ctrl-C stops at once. Restores the handlers. Only the main thread can
-    listen; in another one this does nothing.
+        Under nohup SIGHUP stays ignored, but not below torchrun, which ends in spite of nohup, and its ranks with it.
+        """
+        numbers = set(SIGNALS) if threading.current_thread() is threading.main_thread() else set()
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ:
+            numbers.discard(signal.SIGHUP)
+        before = {number: signal.signal(number, self._remember) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    Under nohup SIGHUP stays ignored, but not below torchrun, which ends in spite of nohup, and with it its ranks."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def remember(number: int, frame: FrameType | None) -> None:
+    def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGINT and requests.signal and now - requests.signal_time > ONE_KEYSTROKE:
+        if number == signal.SIGINT and self.signal and now - self.signal_time > ONE_KEYSTROKE:
             raise KeyboardInterrupt
-        if not requests.signal:
-            requests.signal, requests.signal_time = number, now
-            if requests.world.is_main:
-                text = b"\nasked to stop: stopping after this step; Ctrl-C again stops at once, without saving\n"
+        if not self.signal:
+            self.signal, self.signal_time = number, now
+            if self.world.is_main:
                 with suppress(OSError):  # the terminal may be closed
-                    os.write(2, text)
-
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
-    before = {number: signal.signal(number, remember) for number in SIGNALS[: -1 if ignored else None]}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+                    os.write(2, ASKED)
 
 
 def ignore_signals() -> None:

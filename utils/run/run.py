@@ -1,5 +1,5 @@
 """A run: its log, clock, position and results, and its whole state, which a checkpoint holds (`CONTENT` in
-checkpoint/io.py)."""
+checkpoint.py)."""
 
 import math
 from collections.abc import Mapping
@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from utils import seeds
+from utils.data.datasets.dataset import STATISTICS
 from utils.distributed.world import World
+from utils.environment import describe_arithmetic
 from utils.errors import ExpectedError
-from utils.run.checkpoint import io as checkpoint
-from utils.run.checkpoint.pretrained import Pretrained, read_pretrained
+from utils.run import checkpoint
 from utils.run.clock import WORK, Clock, Window
-from utils.run.logging.environment import describe_arithmetic
-from utils.run.logging.logger import RunLogger
+from utils.run.logger import RunLogger
+from utils.run.pretrained import Pretrained, read_pretrained
 from utils.training.learner import Classifier, Learner
 
 COMPLETE = 0.99  # of the images, at least, for a validation to count: the others may be unreadable
@@ -27,11 +28,13 @@ class Run:
 
     def __init__(
         self, config: Any, name: str, folder: Path, world: World, learner: Learner, data: dict[str, Any],
-        measures: dict[str, Any], clock: Clock,
+        valid_images: int, clock: Clock,
     ) -> None:  # fmt: skip
-        """`data` describes the data; `measures` says what a validation measures: the number of images, ..."""
+        """`data` describes the data; a whole validation sees `valid_images`."""
         self.config, self.name, self.folder, self.world = config, name, folder, world
-        self.learner, self.data, self.measures, self.clock = learner, data, measures, clock
+        self.learner, self.data, self.clock = learner, data, clock
+        what = {name: getattr(config, name) for name in ("test_time_views", "ema_decay")}
+        self.measures = {"images": valid_images, **what}  # what a validation measures
         screen, board, to = config.log_to_screen, config.log_to_tensorboard, config.log_to
         self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=to, clock=clock)
         self.epoch = self.batch = 0  # finished epochs; batches trained in the next one
@@ -78,7 +81,7 @@ class Run:
             best = f"the best weights are lost, the last ones are of epoch {self.epoch}"
         if finished_before:
             return f"Already finished: {best}; --resume never trains it again"
-        speed = self.clock.run().images_per_sec
+        speed = self.clock.run.images_per_sec
         per_image = f" ({1 / speed:.3g} seconds per image)" if speed else ""
         return f"Finished: {best}, {self.seconds:.1f} s, {speed:.1f} images/s{per_image}"
 
@@ -122,7 +125,7 @@ class Run:
             "logged_sums": learner.sums.logged,
             "best": self.best,
             "seconds": self.seconds,
-            "timing": [self.epoch_began, *self.clock.run()[:2]],
+            "timing": [self.epoch_began, *self.clock.run[:2]],
             "ranks": self.world.all_gather(rank),
             "versions": describe_arithmetic(self.world.device),
         }
@@ -130,8 +133,12 @@ class Run:
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from what `gather` returned, at the same or another world size; at another one with new random
-        streams, and BatchNorm's statistics averaged over the ranks."""
+        streams, and BatchNorm's statistics averaged over the ranks. The pixels' statistics stay the saved ones."""
         learner, world, ranks = self.learner, self.world, state["ranks"]
+        saved = {name: state["data"][name] for name in STATISTICS}
+        if any(tuple(self.data[name]) != tuple(value) for name, value in saved.items()):
+            self.log.say(f"Normalising with the checkpoint's {saved}; the data now give other values")
+        self.data |= saved
         learner.load_state_dict(state)
         self.epoch, self.batch, self.best = state["epoch"], state["batch"], state["best"]
         self.earlier_seconds = state["seconds"]

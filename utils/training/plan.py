@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from utils.base_config import as_yaml
+from utils.distributed.ddp import WARNINGS
 from utils.distributed.global_batch import GlobalBatch, divide_batch
 from utils.distributed.world import World
 from utils.errors import ConfigError
@@ -122,7 +123,9 @@ def _check_device(config: TrainingConfig, plan: Plan, device: torch.device) -> N
         raise ConfigError("verify_every_steps compares bits, which vary on a GPU; it needs deterministic true")
 
 
-def _notes(config: SpeedConfig, plan: Plan, *, gpu: bool) -> Iterator[str]:
+def _notes(config: TrainingConfig, plan: Plan, *, gpu: bool) -> Iterator[str]:
+    if config.parallel in WARNINGS:
+        yield WARNINGS[config.parallel]
     if config.deterministic:
         without = " and without cudnn_benchmark" if config.extra_opt("cudnn_benchmark") else ""
         yield (

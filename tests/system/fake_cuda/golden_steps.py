@@ -26,7 +26,7 @@ from tests.system.fake_cuda.build import build, variables
 from utils.config import Config, list_blocks, load_config
 from utils.data import build as data
 from utils.distributed.world import World
-from utils.run.logging.logger import RunLogger
+from utils.run.logger import RunLogger
 from utils.training import learner
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ from train import Trainer
 from utils import seeds
 from utils.distributed.ddp import wrap_in_ddp
 from utils.distributed.world import World
-from utils.run.logging.logger import RunLogger
+from utils.run.logger import RunLogger
 from utils.run.profile import find_ranges, read_trace
 from utils.training.batches import prefetch, resize
 from utils.training.metrics.sums import MetricSums

@@ -77,11 +77,9 @@ def git_commit(root: Path = CODE) -> str | None:
     """Return the newest commit that changed anything outside results/, so that committing the results of a run does
     not change the commit of the next run; None without git."""
     found = []
-    for words in (["log", "-1", "--format=%H"], ["status", "--porcelain", "--untracked-files=no"]):
-        command = ["git", *words, "--", ".", ":(exclude)results"]
-        try:
-            found.append(subprocess.check_output(command, cwd=root, text=True, stderr=subprocess.DEVNULL, timeout=10))
-        except (OSError, subprocess.SubprocessError):
-            return None
-    commit, changes = found[0].strip(), found[1]
+    for words in ("log -1 --format=%H", "status --porcelain --untracked-files=no"):
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["git", *words.split(), "--", ".", ":(exclude)results"]
+            found += [subprocess.check_output(command, cwd=root, text=True, stderr=subprocess.DEVNULL, timeout=10)]
+    commit, changes = (found[0].strip(), found[1]) if len(found) == 2 else ("", "")
     return f"{commit} with changes" if commit and changes else commit or None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.errors import ExpectedError
-from utils.run.logging.tensorboard import Record, numbers
+from utils.run.tensorboard import Record, numbers
 
 
 class Tracker(threading.Thread):
@@ -35,6 +35,11 @@ class Tracker(threading.Thread):
             remedy = f'; pip install ".[{self.name}]"' if isinstance(error, ImportError) else ""
             with suppress(ExpectedError):  # the log cannot be written: the run ends at its next line
                 self.say(f"log_to {self.name}: {error!r}{remedy}; the run continues without it")
+
+    def record(self, record: Record) -> None:
+        """Send a record later, if it has numbers and the tracker has not failed."""
+        if self.is_alive() and numbers(record):
+            self.records.put(record)
 
     def close(self, *, failed: bool) -> None:
         """Wait until all records are sent, but not longer than `closing_seconds`."""

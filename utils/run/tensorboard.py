@@ -25,18 +25,8 @@ from utils.training.metrics.confusion import worst_classes
 Record = Mapping[str, Any]  # of metrics.jsonl
 # the tutorial's, and two more if the loss is scaled
 EPOCH_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate", "loss_scale", "skipped_steps")
-STEP_TAGS = "step/"
 SECOND_TAGS = {"acc1/valid": "by_second/acc1_valid", "loss/valid": "by_second/loss_valid"}
-SPEEDS = (
-    "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "gpu_power_w", "gpu_temperature_c",
-    "gpu_clock_mhz", "gpu_memory_gb",
-)  # fmt: skip
-CHARTS = {
-    "accuracy by epoch": ["acc1/train", "acc1/valid"],
-    "loss by epoch": ["loss/train", "loss/valid"],
-    "accuracy by second": ["by_second/acc1_valid"],
-    "learning rate by epoch": ["learning_rate"],
-} | {f"{name}, main process": [STEP_TAGS + name] for name in SPEEDS}
+TAG_PREFIX = {"step": "step/", "epoch": "", "end": "result/"}  # by the kind of record
 # the columns of the HParams tab: four settings, and as one text all others that differ from `default`
 CHANGES = "also changed"
 ALWAYS_SHOWN = ("batch_size", "lr", "max_epochs", "model")
@@ -48,12 +38,6 @@ PICTURE_IMAGES = 64
 CODE = " " * 4  # indents a Markdown code block, which TensorBoard shows verbatim
 
 
-def _hide_write_errors(raised: threading.ExceptHookArgs) -> None:
-    """Suppress the tracebacks of TensorBoard's threads that cannot write: the run's log reports the error in a line."""
-    if not (isinstance(raised.exc_value, OSError) and type(raised.thread).__module__.startswith("tensorboard")):
-        threading.__excepthook__(raised)
-
-
 class TensorBoardWriter:
     """Writes a run's events. The `records` of metrics.jsonl from earlier starts replace the event files of these."""
 
@@ -63,7 +47,6 @@ class TensorBoardWriter:
         earlier, self._has_images, began = [*folder.glob("events.out.tfevents.*")], False, 0.0
         threading.excepthook = _hide_write_errors
         self._writer: Any = SummaryWriter(str(folder))
-        self._writer.add_custom_scalars({"Charts": {name: ["Multiline", tags] for name, tags in CHARTS.items()}})
         for record in records:
             elapsed = sum(record["clock_seconds"].values())
             began = record["time"] - elapsed if "time" in record else began
@@ -77,8 +60,6 @@ class TensorBoardWriter:
         which it ended; the end of the run as the metrics of its row in the HParams tab. `now`: time; None: the present.
         """
         kind = record["kind"]
-        if kind not in ("step", "epoch", "end"):
-            return
         for tag, value in numbers(record).items():
             if kind != "epoch" or tag in EPOCH_TAGS:
                 self._writer.add_scalar(tag, value, record["step" if kind == "step" else "epoch"], now)
@@ -125,9 +106,10 @@ class TensorBoardWriter:
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """Return a record's numbers by their tags: step/... for a log point, result/... for the end."""
-    prefix, words = {"step": STEP_TAGS, "end": "result/"}.get(record["kind"], ""), ("step", "epoch")
-    return {prefix + key: value for key, value in record.items() if isinstance(value, int | float) and key not in words}
+    """Return the numbers of a log point, an epoch or the end by their tags; {} of other records."""
+    prefix = TAG_PREFIX.get(record["kind"])
+    tagged = {} if prefix is None else {key: value for key, value in record.items() if key not in ("step", "epoch")}
+    return {f"{prefix}{key}": value for key, value in tagged.items() if isinstance(value, int | float)}
 
 
 def compared(config: BaseConfig) -> dict[str, float | str]:
@@ -153,3 +135,9 @@ def draw_matrix(counts: Tensor) -> Tensor:
     the shade follows the square root of the fraction, so that rare confusions can be seen, too."""
     shades = 1 - (counts / counts.sum(1, keepdim=True).clamp(min=1)).sqrt()
     return shades.repeat_interleave(scale := max(1, MATRIX_PIXELS // len(shades)), 0).repeat_interleave(scale, 1)
+
+
+def _hide_write_errors(raised: threading.ExceptHookArgs) -> None:
+    """Suppress the tracebacks of TensorBoard's threads that cannot write: the run's log reports the error in a line."""
+    if not (isinstance(raised.exc_value, OSError) and type(raised.thread).__module__.startswith("tensorboard")):
+        threading.__excepthook__(raised)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from utils.errors import CheckpointError
 from utils.files import name_file_in_error
-from utils.run.checkpoint import io as checkpoint
-from utils.run.checkpoint.fit import shorten, tensor_problems
+from utils.run import checkpoint
+from utils.run.checkpoint import shorten, tensor_problems
 
 COUNTERS = "num_batches_tracked"  # BatchNorm's; missing from files of PyTorch before 0.4.1, such as torchvision's
 Pretrained = tuple[dict[str, Tensor], str]  # the network's whole initial state, and a line for the log

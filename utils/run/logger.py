@@ -20,8 +20,8 @@ from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped, print_text
 from utils.files import name_file_in_error, strict_json
 from utils.run.clock import Clock
-from utils.run.logging.tensorboard import TensorBoardWriter
-from utils.run.logging.trackers import Tracker
+from utils.run.tensorboard import TensorBoardWriter
+from utils.run.trackers import Tracker
 from utils.training.metrics.confusion import worst_classes
 
 METRICS = "metrics.jsonl"
@@ -32,7 +32,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     """Records the run in the main process. On other ranks it is not `enabled` and does nothing.
 
     A terminal shows a progress bar and one line per epoch; a file or pipe gets the tutorial's plain lines; train.log
-    gets all lines in either case. A `with` block closes what `open` opened.
+    gets all lines in either case. Each record gets the times of `clock`. A `with` block closes what `open` opened.
     """
 
     def __init__(
@@ -49,17 +49,16 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._files: list[TextIO] = []  # train.log and metrics.jsonl, while they are open
 
     def open(self) -> "RunLogger":
-        """Start recording; each record gets the times of `clock`."""
-        if not self.enabled:
-            return self
-        with self._errors_named():
-            for name in ("train.log", METRICS):  # a file's name may have bytes that are no text
-                self._files.append((self.folder / name).open("a", encoding="utf-8", errors="backslashreplace"))
-        # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
-        terminal = getattr(sys.stdout, "isatty", bool)() and OPEN_MPI.world_size not in os.environ
-        self.has_bar = self.to_screen and terminal
-        while self.waiting:
-            self.say(self.waiting.pop(0))
+        """Start recording."""
+        if self.enabled:
+            with self._errors_named():
+                for name in ("train.log", METRICS):  # a file's name may have bytes that are no text
+                    self._files.append((self.folder / name).open("a", encoding="utf-8", errors="backslashreplace"))
+            # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
+            terminal = getattr(sys.stdout, "isatty", bool)() and OPEN_MPI.world_size not in os.environ
+            self.has_bar = self.to_screen and terminal
+            while self.waiting:
+                self.say(self.waiting.pop(0))
         return self
 
     def say(self, message: str, *, above_bar: bool = True) -> None:
@@ -101,24 +100,22 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         return name_file_in_error(self.folder, "the run's log cannot be written")
 
     def log_start(
-        self, config: BaseConfig, config_name: str, environment: dict[str, Any], resumed_from: Path | None,
-        **position: int,
-    ) -> None:  # fmt: skip
+        self, config: BaseConfig, name: str, environment: dict[str, Any], resumed_from: Path | None, **position: int
+    ) -> None:
         """Show configuration and environment, and record that the run starts, or resumes from a checkpoint, at this
         position: epoch, batch, step."""
         if self.to_tensorboard and self.enabled:
             with self._errors_named():
                 self.board = TensorBoardWriter(self.folder / "tb_logs", read_records(self.folder))
-                self.board.describe(config, config_name, environment, position["epoch"] + 1)
-        self.trackers = [Tracker(name, self.folder, config.model_dump(mode="json"), self.say) for name in self.to]
+                self.board.describe(config, name, environment, position["epoch"] + 1)
+        self.trackers = [Tracker(tracker, self.folder, config.model_dump(mode="json"), self.say) for tracker in self.to]
         kind, source = ("start", {}) if resumed_from is None else ("resume", {"from": str(resumed_from)})
         place = {"host": socket.gethostname(), "world_size": environment["world_size"]}
         self._record(kind, **position, time=time.time(), **place, **source)
 
     def log_step(
-        self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None = None,
-        images: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None, images: Tensor
+    ) -> None:
         """Record a log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec,
         ...; `left`: seconds to the end of the run, if known; `images`: the batch as it was trained."""
         rate, loss, self._left = significant(values["images_per_sec"]), values["loss"], time_left(left)
@@ -127,8 +124,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self.say(f"step {step}  loss {loss:.4f}  lr {learning_rate}{self._left}", above_bar=False)
         self._info = f"  loss {loss:.3f}  {rate} images/s"
         self._record("step", epoch=epoch, step=step, **values)
-        if images is not None:
-            self.show(lambda board: board.add_images(images, epoch))
+        self.show(lambda board: board.add_images(images, epoch))
 
     def log_epoch(self, epoch: int, step: int, values: dict[str, float], left: float | None = None) -> None:
         """Record the end of an epoch. `values`: loss/train, acc1/train, learning_rate, ..., and if it was validated
@@ -167,8 +163,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         if self._files:
             self._write(1, strict_json(record) + "\n")
         self.show(lambda board: board.record(record))
-        for tracker in filter(Tracker.is_alive, self.trackers) if kind in ("step", "epoch", "end") else ():
-            tracker.records.put(record)
+        for tracker in self.trackers:
+            tracker.record(record)
 
     def show(self, add: Callable[[TensorBoardWriter], None]) -> None:
         if self.board is not None:
