@@ -58,7 +58,7 @@ class Validated(nn.Module):
     def __init__(self, classifier: Classifier, device: torch.device) -> None:
         super().__init__()
         self.network, self.classifier, self.device = classifier.validated, classifier, device
-        self.memory_format = torch.channels_last if classifier.config.enable_nhwc else torch.contiguous_format
+        self.memory_format = classifier.plan.memory_format
 
     def forward(self, images: Tensor) -> Tensor:
         return self.classifier.predict(images.to(self.device, memory_format=self.memory_format))
@@ -96,7 +96,7 @@ def load(run: str | Path, **overrides: Any) -> Loaded:
     trained = open_trained(Path(run).expanduser(), as_settings(overrides))
     world = alone(trained.config)
     classifier = load_classifier(trained, world)
-    for note in [*trained.notes, *classifier.notes]:
+    for note in [*trained.notes, *classifier.plan.notes]:
         warnings.warn(note, stacklevel=2)
     model = Validated(classifier, world.device).eval()
     return Loaded(model, trained.class_names, partial(prepare_image, trained))

@@ -5,7 +5,7 @@
     sbatch submit_multinode.slr
 
 The loop is `Trainer.train` -> `train_one_epoch` -> `Verifier.train_step` (`verify_every_steps`) -> `Learner.train_step`
--> `TrainStep` in utils/training/step.py. Each speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the
+-> `Update` in utils/training/step.py. Each speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the
 other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
@@ -88,7 +88,7 @@ class Trainer:
 
         build = partial(build_model, image_side=data["shape"][-1])
         compile_timer = partial(clock.during, "compile")
-        learner = Learner(config, build, world, len(self.loaders.train), plan=plan, compile_timer=compile_timer)
+        learner = Learner(config, plan, build, world, len(self.loaders.train), compile_timer=compile_timer)
         valid = self.loaders.valid.plan
         compile_validation(learner, valid)
         self.learner, self.verifier = learner, Verifier(learner, world) if config.verify_every_steps else None
@@ -99,7 +99,7 @@ class Trainer:
 
         self.run = Run(config, config_name, folder, world, learner, data, valid.num_samples, clock)
         self.requests = StopRequests(world)
-        for note in notes + self.loaders.notes + learner.notes:
+        for note in notes + self.loaders.notes + [*learner.plan.notes]:
             self.run.log.say(note)
         self.meters = Meters(self.run)
 
@@ -145,7 +145,7 @@ class Trainer:
             write_description(run.folder, config, run.name, environment)
             position = {"epoch": run.epoch, "batch": run.batch, "step": self.learner.steps}
             log.log_start(config, run.name, environment, run.resumed_from, **position)
-        log.say(f"{config.model} on {environment['device']}, torch {torch.__version__}, {self.learner.precision}")
+        log.say(f"{config.model} on {environment['device']}, torch {torch.__version__}, {self.learner.plan.precision}")
         log.say(f"{self.learner.plan}; writes to {run.folder}")
         if will_train:
             log.say("Starting Training Loop...")
@@ -215,7 +215,7 @@ class Trainer:
         if valid:
             if self.loaders.test is not None and run.is_finished_with(run.epoch + 1, best):
                 test = self._evaluate("test", self.loaders.test)
-            learner.observe_validation(valid["loss"])
+            learner.schedule.observe(valid["loss"], learner.steps)
             if not run.is_complete(valid):
                 run.log.say(f"Only {valid['images']:.0f} images were validated: such an epoch is never the best one")
         is_best = best is not run.best

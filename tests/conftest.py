@@ -210,8 +210,7 @@ def plan_on(config, device="cpu", **options):
 def replace_layers(config, model, device="cpu"):
     """Give `model` our layers as a run on this device does; return {kernel that it cannot use: reason}."""
     plan = plan_on(config, device)
-    dtype = torch.float32 if plan.precision.level == "O0" else plan.precision.low_precision_dtype
-    return use_kernels(model, plan.kernels, config.stem_channels, dtype, torch.device(device))
+    return use_kernels(model, plan.kernels, config.stem_channels, plan.precision.dtype, torch.device(device))
 
 
 def is_fused(module: nn.Module) -> bool:

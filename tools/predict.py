@@ -88,7 +88,7 @@ def predict(trained: Trained, paths: list[Path], world: World) -> tuple[Predicti
     indices, outputs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     order = indices.argsort()
     chosen, probabilities = indices[order].numpy(), outputs[order].double().softmax(1).numpy()
-    lines = [*trained.notes, *notes, *classifier.notes, trained.describe(classifier, world)]
+    lines = [*trained.notes, *notes, *classifier.plan.notes, trained.describe(classifier, world)]
     return Predictions(split, chosen, probabilities, unreadable), lines
 
 

@@ -60,7 +60,7 @@ class Trained:
         whose = ", moving average of the weights" if state["average"] else ""
         ranks = f", {world.world_size} ranks" if world.world_size > 1 else ""
         when = f"after epoch {state['epoch']}{of_batch}, step {state['step']}{whose}"
-        return f"{self.path}: {self.config.model} {when}; on {world.device.type}{ranks}, {classifier.precision}"
+        return f"{self.path}: {self.config.model} {when}; on {world.device.type}{ranks}, {classifier.plan.precision}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +109,7 @@ def load_classifier(trained: Trained, world: World) -> Classifier:
     """Return the network as it was validated: weights or their average, precision, memory format."""
     plan = make_plan(trained.config, world, training=False)
     build = partial(build_model, image_side=trained.image_shape[-1])
-    classifier = Classifier(trained.config, build, world, plan)
+    classifier = Classifier(trained.config, plan, build, world)
     check_tensors_fit(trained.path, trained.state, classifier.model.state_dict())
     classifier.load_network(trained.state)
     merge_buffers(classifier, trained.state["ranks"])

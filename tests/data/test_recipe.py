@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from models import build_model
-from tests.conftest import read_records, run
+from tests.conftest import plan_on, read_records, run
 from train import Trainer
 from utils.config import Config
 from utils.training.averages import Ema
@@ -82,7 +82,8 @@ def test_average_can_be_switched_on_and_off_in_a_resumed_run(tiny, one_rank):
 
 @pytest.mark.parametrize("views", [1, 2, 6])
 def test_validation_averages_mirrored_and_shifted_images(tiny, one_rank, views):
-    classifier = Classifier(tiny(test_time_views=views), build_model, one_rank)
+    config = tiny(test_time_views=views)
+    classifier = Classifier(config, plan_on(config), build_model, one_rank)
     model, images = classifier.model.eval(), torch.randn(4, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     places = [(torch.arange(32) + shifted).clamp(0, 31) for shifted in ((0, -1, 1) if views == 6 else (0,))]
     seen = [images[:, :, rows][..., rows] for rows in places]

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from tests.processes import complaints, run_job
 from utils.config.command_line import Arguments
 from utils.data.loader import AugmentedImages, DeviceLoader
 from utils.data.sampling import EpochPlan
-from utils.distributed.ddp import WARNINGS, distribute, synchronise_batch_norm
+from utils.distributed.ddp import distribute, synchronise_batch_norm
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World, cores_near, pin_near_gpu
 from utils.errors import ConfigError
@@ -53,7 +52,7 @@ def train_some_steps(world, num_steps, **changes):
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     for images, labels in trainer.loaders.train:
-        trainer.learner.step(images.double(), labels, trainer.learner.sums)
+        trainer.learner.update(images.double(), labels)
     parameters = list(trainer.learner.model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return {
@@ -307,26 +306,6 @@ def test_validation_is_exact_at_any_world_size(tmp_path):
 
 
 # ---- components
-
-
-def test_settings_that_cannot_work_here_are_refused(one_rank):
-    pair, gpus = (World(rank=0, local_rank=0, world_size=2, device=torch.device(kind)) for kind in ("cpu", "cuda:0"))
-    sync, needs_cuda = {"enable_sync_bn": True}, "needs CUDA devices, this run is on cpu"
-    for function, changes, world, message in (
-        (synchronise_batch_norm, sync, pair, f"enable_sync_bn {needs_cuda}"),
-        (distribute, {"parallel": "dataparallel"}, one_rank, f"dataparallel {needs_cuda}"),
-        (distribute, {"parallel": "dataparallel"}, gpus, "dataparallel is one process for all GPUs, not 2"),
-        (distribute, {"parallel": "no_communication"}, one_rank, "no_communication compares several ranks"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            function(configuration(**changes), nn.Linear(1, 1), world)
-
-
-@pytest.mark.parametrize("parallel", ["no_communication", "dataparallel"])
-def test_the_log_warns_of_a_mode_for_measurements(parallel, one_rank, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "Learner", partial(train.Learner, wrap=lambda config, model, world: model))
-    train.Trainer(configuration(parallel=parallel, limit_train_batches=1), one_rank, tmp_path).train()
-    assert WARNINGS[parallel] in (tmp_path / "train.log").read_text()
 
 
 def test_a_micro_batch_is_no_larger_than_the_ranks_share():

@@ -70,7 +70,7 @@ def test_a_case_in_its_own_process_is_built_once_answers_fails_or_dies():
         "fails": partial(int, "no number"),
         "dies": partial(partial, os._exit, 1),
     }
-    with in_processes(builds) as cases:
+    with in_processes(builds, {}) as cases:
         assert cases["answers"]() == cases["answers"]() != os.getpid()
         with pytest.raises(ValueError, match="invalid literal"):
             cases["fails"]()
@@ -241,7 +241,7 @@ def test_loaders_measures_every_loader_and_writes_the_report(tmp_path):
 
 def trial_of(config, world, step=None, **options):
     defaults = {"batches": 4, "steps": 2}
-    return loaders.loader_trial(config, world, step, argparse.Namespace(**defaults | options))
+    return loaders.loader_trial(config, plan_on(config), world, step, argparse.Namespace(**defaults | options))
 
 
 def counted(monkeypatch, name, function):

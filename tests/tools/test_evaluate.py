@@ -163,16 +163,16 @@ def test_top_counts_and_calibration_equal_their_definitions(one_rank):
     bins = calibration.collect(one_rank)
     for number, part in enumerate(bins):
         chosen = (confidence > number / 10) & (confidence <= (number + 1) / 10)
-        assert part.images == chosen.sum()
-        if part.images:
+        assert part["images"] == chosen.sum()
+        if part["images"]:
             accuracy = (predicted == labels)[chosen].double().mean()
-            assert part.accuracy == pytest.approx(accuracy.item())
+            assert part["accuracy"] == pytest.approx(accuracy.item())
             expected += chosen.sum().item() / 500 * abs(accuracy - confidence[chosen].mean()).item()
     assert expected_calibration_error(bins) == pytest.approx(expected)
     border = Calibration(one_rank.device, num_bins=4)
     border.add(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))  # confidence 0.5 is in (0.25, 0.5]
     border.add(torch.eye(2) * 1000, torch.arange(2))  # confidence 1
-    assert [part.images for part in border.collect(one_rank)] == [0, 1, 0, 2]
+    assert [part["images"] for part in border.collect(one_rank)] == [0, 1, 0, 2]
 
 
 def refused(capsys, *arguments):

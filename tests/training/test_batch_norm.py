@@ -1,43 +1,11 @@
-"""BatchNorm's batch counters: incremented together, with the same result as layer by layer."""
+"""Buffers over micro-batches."""
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
-from utils.training.averages import RunningStatistics, defer_batch_counters
-
-
-class MixedNetwork(nn.Module):
-    """Layers that are called twice, never, frozen, compute with their counter, or have none."""
-
-    def __init__(self):
-        super().__init__()
-        self.twice, self.never, self.frozen = nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-        self.by_count, self.without = nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3, track_running_stats=False)
-        self.frozen.eval()
-
-    def forward(self, images):
-        return self.without(self.by_count(self.frozen(self.twice(self.twice(images)))))
-
-
-def test_counters_equal_those_of_separate_layers():
-    expected = MixedNetwork()
-    found = copy.deepcopy(expected)
-    defer_batch_counters(found)
-    counter = found.twice.num_batches_tracked
-    for number in range(3):
-        images = torch.randn(4, 3, 5, 5)
-        assert torch.equal(found(images), expected(images))
-        torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=0, atol=0)
-        assert counter == 2 * number + 2, "must stay the same tensor: the average and a CUDA graph hold it"
-    other = copy.deepcopy(found)  # as for the average of the weights
-    assert torch.equal(other.eval()(images), expected.eval()(images))
-    torch.testing.assert_close(other.state_dict(), expected.state_dict(), rtol=0, atol=0)
-    with pytest.raises(RuntimeError):
-        found(torch.randn(4, 2, 5, 5))
-    assert found.twice.num_batches_tracked is counter
+from utils.training.averages import RunningStatistics
 
 
 class OwnBuffers(nn.Module):
@@ -66,7 +34,6 @@ class OwnBuffers(nn.Module):
 def test_micro_batches_leave_the_buffers_of_as_many_ranks():
     one = OwnBuffers()
     ranks = [copy.deepcopy(one) for _ in range(3)]
-    defer_batch_counters(one)
     statistics = RunningStatistics(one)
     for _ in range(4):
         statistics.start()

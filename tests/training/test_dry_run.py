@@ -11,28 +11,46 @@ from tests.conftest import tiny_config
 from tests.processes import run_job
 from utils.config.command_line import Arguments
 from utils.data.datasets.cifar import VERSIONS
-from utils.training.checks.dry_run import state_bytes
+from utils.training.checks.dry_run import activation_bytes_per_image, state_bytes
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {}, {"momentum": 0, "nesterov": False}, {"optimizer": "adamw"},
-        {"ema_decay": 0.9}, {"opt_level": "O2"}, {"opt_level": "O2", "optimizer": "adamw"},
-    ],
-)  # fmt: skip
+    "changes", [{}, {"momentum": 0}, {"optimizer": "adamw", "ema_decay": 0.9}, {"opt_level": "O2"}]
+)
 def test_the_memory_estimate_counts_all_tensors_after_a_step(tiny, one_rank, changes):
     def size(tensors):
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
     config = tiny(**changes)
     trainer = train.Trainer(config, one_rank)
-    trainer.learner.step(*next(iter(trainer.loaders.train)), trainer.learner.sums)
+    trainer.learner.update(*next(iter(trainer.loaders.train)))
     ema, optimizer = trainer.learner.ema, trainer.learner.optimizer
     weights = {*trainer.learner.model.parameters(), *trainer.learner.weights.parameters()}
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     average = [] if ema is None else ema.network.state_dict().values()
     assert state_bytes(config, trainer.learner.weights) == 2 * size(weights) + size(moments) + size(average)
+
+
+def test_the_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, one_rank):
+    learner = train.Trainer(tiny(), one_rank).learner
+    before = {name: value.clone() for name, value in learner.model.state_dict().items()}
+    per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.plan.precision, (3, 32, 32))
+    first_stage = 16 * 32 * 32 * 4  # one feature map of the first stage, which keeps 7
+    assert 7 * first_stage < per_image < 14 * first_stage
+    assert all(torch.equal(value, before[name]) for name, value in learner.model.state_dict().items())
+
+
+def test_a_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
+    schedule = {"lr": 0.4, "lr_schedule": [2], "lr_decay_factor": 0.1, "max_epochs": 3}
+    config = tiny("bs2048-warmup-opt", batch_size=32, **schedule)  # 4 steps an epoch, the first epoch a warm-up
+    assert train.main(Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=True)) == 0
+    said = capsys.readouterr().out
+    for words in ("78,042 parameters", "128 in 4 steps per epoch", "memory estimate"):
+        assert words in said
+    rates = said.partition("learning rate    schedule [2]\n")[2].splitlines()
+    corners = [(int(line.split()[1]), float(line.split()[2])) for line in rates]
+    assert corners == [(0, 0.4), (3, 0.4), (4, 0.4), (7, 0.4), (8, 0.04), (11, 0.04)]
+    assert not (tmp_path / "run").exists()
 
 
 def dry_run_with_a_collective_in_the_forward_pass(folder):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import plan_on
 from utils.training.learner import Learner
 from utils.training.optimizers.build import build_optimizer
 from utils.training.optimizers.muon import (
@@ -49,7 +50,7 @@ def test_a_parameter_of_its_own_is_no_convolution(tiny, one_rank, opt_level):
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 10))
     network.scale = nn.Parameter(torch.ones(2, 4, 1, 1))
     config = tiny(optimizer="muon", lr=0.01, opt_level=opt_level, amp_dtype="bf16")
-    groups = Learner(config, lambda _: network, one_rank, 1).optimizer.param_groups
+    groups = Learner(config, plan_on(config), lambda _: network, one_rank, 1).optimizer.param_groups
     assert [list(p.shape) for group in groups if group["orthogonalise"] for p in group["params"]] == [[4, 3, 3, 3]]
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import CIFAR100, ROOT, read_records
-from train import Trainer
+from tests.conftest import CIFAR100, ROOT, plan_on, read_records, run
 from utils.config import Config, load_config
 from utils.training.optimizers.build import build_optimizer, load_optimizer
-from utils.training.optimizers.schedule import Plateau, Schedule
+from utils.training.optimizers.schedule import Schedule
 
 
 def factors(steps_per_epoch=1, **keys):
@@ -36,15 +35,18 @@ def test_factors_of_each_step_with_two_steps_per_epoch(keys, expected):
     assert factors(2, **keys) == pytest.approx(expected)
 
 
-def test_a_warmup_that_does_not_fit_into_the_run_is_noted():
+def test_a_warmup_that_does_not_fit_into_the_run_is_noted(tiny):
     """The rise of onecycle then takes half of the run."""
-    assert Schedule(Config(**FOUR), 2).notes == [
-        "lr_warmup_epochs 16 does not fit into max_epochs 4: the learning rate rises to 0.25 of its peak"
-    ]
-    long, fitting = ({"lr_schedule": "onecycle", "lr_warmup_epochs": epochs, "max_epochs": 1} for epochs in (2, 0.5))
-    assert factors(10, **long) == factors(10, **fitting) and Schedule(Config(**fitting), 10).notes == []
-    (note,) = Schedule(Config(**long), 10).notes
-    assert note == "lr_warmup_epochs 2 does not fit into max_epochs 1: onecycle peaks after 0.5 epochs"
+    long, fitting = ({"lr_schedule": "onecycle", "lr_warmup_epochs": epochs, "max_epochs": 1} for epochs in (1, 0.5))
+    assert factors(10, **long) == factors(10, **fitting)
+    for keys, notes in (
+        (FOUR, ["lr_warmup_epochs 16 does not fit into max_epochs 4: the learning rate rises to 0.25 of its peak"]),
+        (long, ["lr_warmup_epochs 1 does not fit into max_epochs 1: onecycle peaks after 0.5 epochs"]),
+        (fitting, []),
+        (FOUR | {"lr_warmup_epochs": 4}, []),
+    ):
+        assert list(plan_on(tiny(**keys)).notes) == notes
+        assert not plan_on(tiny(**keys), training=False).notes
 
 
 # The tutorial's Trainer.train sets lr * (epoch + 1) / lr_warmup_epochs before each epoch; its logs hold these rates.
@@ -67,13 +69,16 @@ def test_the_tutorials_warmup_rises_per_epoch(name):
     assert published[: len(rates)] == pytest.approx(rates)
 
 
-def test_training_follows_the_warmup_per_epoch(tiny, one_rank, tmp_path):
-    config = tiny(lr=0.4, lr_warmup_epochs=2, lr_warmup_by="epoch", lr_schedule="constant", max_epochs=3, log_freq=1)
-    Trainer(config, one_rank, tmp_path, "tiny", "auto").train()
+def test_training_follows_the_schedule(tiny, one_rank, tmp_path):
+    """Its warm-up per epoch; the plateau then observes the validation losses."""
+    changes = {"lr": 0.4, "lr_warmup_epochs": 2, "lr_warmup_by": "epoch", "lr_schedule": "plateau"}
+    schedule = run(tiny(**changes, max_epochs=3, log_freq=1), one_rank, tmp_path).learner.schedule
     rates = {kind: [row["learning_rate"] for row in read_records(tmp_path, kind)] for kind in ("step", "epoch")}
     steps = len(rates["step"]) // 3
     assert steps > 1
     assert rates == {"step": [0.2] * steps + [0.4] * 2 * steps, "epoch": [0.2, 0.4, 0.4]}
+    observed = {"patience": 10, "best": read_records(tmp_path, "epoch")[2]["loss/valid"], "bad_epochs": 0, "cuts": 0}
+    assert schedule.state_dict() == observed
 
 
 SCHEDULERS = torch.optim.lr_scheduler
@@ -111,42 +116,38 @@ def test_plateau_cuts_when_pytorch_does():
         patience = generator.randint(0, 4)
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
         reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=patience, eps=0)
-        ours = Plateau(patience)
-        schedule = Schedule(Config(lr_schedule="plateau", lr_decay_factor=0.5), 1)
+        ours = Schedule(Config(lr_schedule=f"plateau/{patience}", lr_decay_factor=0.5), 1)
         span = generator.choice((1.0, 3e-4))  # improvements below a fraction of 1e-4 do not count
         for _ in range(40):
             loss = 1 - span * generator.random()
             reference.step(loss)
-            ours.observe(loss)
-            assert schedule.factor(0, ours.cuts) == pytest.approx(optimizer.param_groups[0]["lr"])
+            ours.observe(loss, 1)
+            assert ours.factor(0) == pytest.approx(optimizer.param_groups[0]["lr"])
 
 
-def test_the_plateau_observes_the_validation_loss_of_epochs_after_the_warmup(tiny, one_rank, tmp_path, monkeypatch):
-    observed = []
-    monkeypatch.setattr(Plateau, "observe", lambda plateau, loss: observed.append(loss))
-    config = tiny(lr_schedule="plateau", lr_warmup_epochs=1, max_epochs=3)
-    Trainer(config, one_rank, tmp_path, "tiny", "auto").train()
-    assert observed == [row["loss/valid"] for row in read_records(tmp_path, "epoch")][1:]
+def test_the_plateau_observes_no_epoch_of_the_warmup():
+    schedule = Schedule(Config(lr_warmup_epochs=1), 4)
+    for steps, best in ((4, math.inf), (5, 0.1)):
+        schedule.observe(0.1, steps)
+        assert schedule.best == best
 
 
-def test_a_resumed_plateau_has_the_new_patience_and_the_saved_counts(tiny, one_rank):
-    before, after = (Trainer(tiny(lr_schedule=f"plateau/{patience}"), one_rank).learner for patience in (5, 2))
+def test_a_resumed_plateau_has_the_new_patience_and_the_saved_counts():
+    before, after = (Schedule(Config(lr_schedule=f"plateau/{patience}"), 1) for patience in (5, 2))
     for loss in (1.0, 1.5, 1.5):
-        before.plateau.observe(loss)
+        before.observe(loss, 1)
     after.load_state_dict(before.state_dict())
-    assert after.plateau == Plateau(patience=2, best=1.0, bad_epochs=2)
-    after.plateau.observe(1.5)
-    assert after.plateau.cuts == 1
+    assert after.state_dict() == {"patience": 2, "best": 1.0, "bad_epochs": 2, "cuts": 0}
+    after.observe(1.5, 1)
+    assert after.cuts == 1
 
 
 def train(optimizer, parameter, gradients, scaler=None):
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for gradient in gradients:
         parameter.grad = gradient.clone()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
     return parameter.detach().clone()
 
 
@@ -173,12 +174,12 @@ def test_sgd_and_adamw_equal_pytorchs(tiny, changes, fused):
     torch.testing.assert_close(*both, rtol=1e-6, atol=1e-7)
 
 
-def test_half_weights_are_not_fused_on_a_cpu(tiny, one_rank):
+def test_half_weights_are_not_fused_on_a_cpu(tiny):
     """PyTorch's fused kernel before 2.14 does not update most of them."""
-    for changes, fused in (({"opt_level": "O3"}, None), ({"opt_level": "O2"}, True), ({}, True)):
-        learner = Trainer(tiny(enable_extra_opts=True, amp_dtype="bf16", **changes), one_rank).learner
-        assert learner.optimizer.param_groups[0]["fused"] is fused
-        assert any("fused_optimizer: no effect" in note for note in learner.notes) is (fused is None)
+    for level, fused in (("O3", False), ("O2", True), (None, True)):
+        plan = plan_on(tiny(enable_extra_opts=True, amp_dtype="bf16", opt_level=level))
+        assert plan.fused_optimizer is fused
+        assert plan.notes == (() if fused else ("fused_optimizer: no effect on half-precision weights on a CPU",))
 
 
 def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):

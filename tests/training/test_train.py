@@ -9,22 +9,23 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
 import train as train_module
-from tests.conftest import ROOT, TINY_OPTIONS, read_records, run, tiny_config
+from tests.conftest import ROOT, TINY_OPTIONS, plan_on, read_records, run, tiny_config
 from tests.processes import complaints, run_job
 from train import Trainer
 from utils.config.command_line import Arguments
-from utils.errors import CheckpointError, ExpectedError
+from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.run.checkpoint import list_checkpoints
 from utils.run.logger import RunLogger
 from utils.run.run import Run
 from utils.training import precision
-from utils.training.checks.dry_run import activation_bytes_per_image
+from utils.training.plan import check_ranks_agree
 from utils.training.validation import validate
 
 
@@ -169,12 +170,12 @@ def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, one_rank, tm
     run(tiny(max_epochs=1, **settings), one_rank, tmp_path)
     good = {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
     trainer = Trainer(tiny(max_epochs=3, **settings), one_rank, tmp_path, "tiny", str(tmp_path))
-    step, count = trainer.learner.step.__call__, iter(range(100))
+    update, count = trainer.learner.update, iter(range(100))
 
-    def break_the_second_batch(images, labels, sums):
-        step(images * (math.nan if next(count) == 1 else 1), labels, sums)
+    def break_the_second_batch(images, labels):
+        update(images * (math.nan if next(count) == 1 else 1), labels)
 
-    trainer.learner.step = break_the_second_batch
+    trainer.learner.update = break_the_second_batch
     with pytest.raises(ExpectedError, match="finite number in epoch 2, iteration 1, learning rate"):
         trainer.train()
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == good
@@ -189,48 +190,24 @@ def test_non_finite_outputs_in_validation_only_end_the_run_without_a_best(tiny, 
     assert not (tmp_path / "checkpoints/best.pt").exists() and read_records(tmp_path, "epoch") == []
 
 
-def test_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
-    schedule = {"lr": 0.4, "lr_schedule": [2], "lr_decay_factor": 0.1, "max_epochs": 3}
-    config = tiny("bs2048-warmup-opt", batch_size=32, **schedule)  # 4 steps an epoch, the first epoch a warm-up
-    assert train_module.main(Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=True)) == 0
-    said = capsys.readouterr().out
-    assert "78,042 parameters" in said
-    assert "128 in 4 steps per epoch" in said
-    assert "memory estimate" in said
-    rates = said.partition("learning rate    schedule [2]\n")[2].splitlines()
-    corners = [(int(line.split()[1]), float(line.split()[2])) for line in rates]
-    assert corners == [(0, 0.4), (3, 0.4), (4, 0.4), (7, 0.4), (8, 0.04), (11, 0.04)]
-    assert not (tmp_path / "run").exists()
-
-
-def test_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, one_rank):
-    learner = Trainer(tiny(), one_rank).learner
-    before = {name: value.clone() for name, value in learner.model.state_dict().items()}
-    per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, (3, 32, 32))
-    first_stage = 16 * 32 * 32 * 4  # one feature map of the first stage, which keeps 7
-    assert 7 * first_stage < per_image < 14 * first_stage
-    assert all(torch.equal(value, before[name]) for name, value in learner.model.state_dict().items())
-
-
-def train_differently(folder, seeds):
-    """With another seed, or with a processor that lacks kernels for bf16."""
+def train_differently(folder):
+    """With a processor that lacks kernels for bf16. Workers may differ between nodes."""
     rank = int(os.environ["RANK"])
     precision.has_bf16_kernels = lambda: rank == 0
-    config = tiny_config(seed=seeds[rank], num_data_workers=rank, enable_amp="auto")
+    config = tiny_config(num_data_workers=rank, enable_amp="auto")
     return train_module.main(Arguments(config, "tiny", folder, "never", dry_run=False))
 
 
-DIFFERENT = [((0, 1), "seed is 0 on rank 0, but 1"), ((0, 0), 'format is "bf16 autocast" on rank 0, but "float32: .*"')]
-
-
-@pytest.mark.parametrize(("seeds", "message"), DIFFERENT)
-def test_settings_that_differ_between_ranks_are_refused(tmp_path, seeds, message):
-    """As from `--set seed=$RANDOM` under srun. Workers and the data's path may differ between nodes."""
-    ended = run_job(tmp_path / "job", 2, train_differently, tmp_path / "run", seeds)
+def test_settings_that_differ_between_ranks_are_refused(tiny, tmp_path):
+    """As from `--set seed=$RANDOM` under srun."""
+    ended = run_job(tmp_path / "job", 2, train_differently, tmp_path / "run")
     assert [process.status for process in ended] == [2, 2]
     (error,) = complaints(ended)
-    assert re.search(f"{message} on rank 1; start every rank with the same settings", error)
-    assert not (tmp_path / "run").exists()
+    message = '"bf16 autocast" on rank 0, but "float32: .*" on rank 1; start every rank with the same settings'
+    assert re.search(message, error) and not (tmp_path / "run").exists()
+    world = SimpleNamespace(all_gather=lambda values: [values, values | {"seed": 1}])
+    with pytest.raises(ConfigError, match="seed is 0 on rank 0, but 1 on rank 1"):
+        check_ranks_agree(tiny(), plan_on(tiny()), world)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_on_the_same_batches_its_weights_equal_those_of_train_py(tiny, one_rank,
         if fixed is None:
             theirs = validate(learner, valid, one_rank).average(one_rank)
             assert simple.validate_one_epoch(valid) == pytest.approx((theirs["loss"], theirs["acc1"]), abs=0)
-        learner.observe_validation(fixed or 2.0)
+        learner.schedule.observe(fixed or 2.0, learner.steps)
         simple.scheduler.step(fixed or 2.0)
     assert simple.optimizer.param_groups[0]["lr"] == learner.learning_rate == 0.1 * 0.2
     assert list(learner.model.state_dict()) == list(simple.model.state_dict())

@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 
-from tests.conftest import RECIPE, TINY, as_options, plan_on, tiny_config
+from tests.conftest import RECIPE, TINY, as_options, tiny_config
 from tests.processes import complaints, run_job
 from tests.system.faults import inject
 from tests.system.faults.inject import Flip, build_tiny, flip_bit, plan_flip, random_batches, run_campaign
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
-from utils.errors import ConfigError, CorruptionError
+from utils.errors import CorruptionError
 from utils.run.checkpoint import newest_good
 from utils.verify.fingerprints import CHUNK, fingerprint
 from utils.verify.step_state import own_tensors, shared_tensors
@@ -39,8 +39,7 @@ def some_steps(learner, trainer, number):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_every_bit_and_position_changes_a_fingerprint(dtype):
-    tensor = (torch.randn(3, 2, 2) > 0.3).to(dtype)
-    tensor[0, 0], tensor[2, 0] = 1, 0
+    tensor = torch.eye(3, 4).to(dtype)
     seen = {int(fingerprint(tensor)), int(fingerprint(tensor.flip(0)))}
     assert len(seen) == 2
     bits = range(8 * tensor.element_size()) if dtype != torch.bool else range(1)
@@ -108,12 +107,6 @@ def test_checked_steps_give_the_same_result_as_unchecked_ones(tiny, one_rank, ch
     assert verifier.checked == learner.steps == 4
 
 
-def test_a_gpu_must_be_deterministic(tiny):
-    with pytest.raises(ConfigError, match="needs deterministic true"):
-        plan_on(tiny(verify_every_steps=3), "cuda")
-    plan_on(tiny(verify_every_steps=3, deterministic=True), "cuda")
-
-
 @pytest.mark.parametrize("name", ["accumulation, adamw", "fused, O2, scaled"])
 def test_flips_of_every_kind_are_caught(tiny, one_rank, name):
     counts, problems = run_campaign(tiny(verify_every_steps=1, batch_size=16, **MODES[name]), one_rank, 15, 2, seed=3)
@@ -168,7 +161,6 @@ def test_a_run_stops_before_it_saves(tmp_path):
     assert ended.status == CorruptionError.exit_status == 5
     assert "flipped bit" in ended.output
     assert re.search(r"^error: silent corruption in step 3 on rank 0 \(host .*\): \S+ layer3.* differs", ended.errors)
-    assert ended.errors.count("\n") == 2
     _, state, _ = newest_good(run / "checkpoints")
     assert state is not None and state["step"] == 2
 

@@ -24,7 +24,6 @@ from utils.distributed.world import World
 from utils.environment import describe_environment
 from utils.errors import ConfigError, ExpectedError
 from utils.program import end_with_parent
-from utils.training.plan import make_plan
 
 
 def add_arguments(
@@ -47,15 +46,14 @@ def read_config(options: argparse.Namespace) -> Config:
 
 
 def write_report(
-    path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any], **environment: Any
-) -> None:
-    """Write a report that `tools.bench.reports` can read; only on the main rank, and if there is a path.
-
-    `environment`: values that differ from this process's."""
+    path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any],
+    plans: Mapping[str, Any] | None = None, **environment: Any,
+) -> None:  # fmt: skip
+    """Write a report that `tools.bench.reports` can read; only on the main rank, and if there is a path. `plans`: of
+    each case that trains; `environment`: values that differ from this process's."""
     if path is not None and world.is_main:
         environment = describe_environment(world.device, world.world_size) | environment
-        plan = make_plan(config, world).describe()
-        report = {"bench": command, "config": config.model_dump(mode="json"), "plan": plan, "results": results}
+        report = {"bench": command, "config": config.model_dump(mode="json"), "plans": plans, "results": results}
         write_json(path, report | {"environment": environment}, default=Trials.as_json)
 
 
@@ -109,20 +107,21 @@ def measure(cases: Mapping[str, Case], trials: int, *, warm_up: int = 1, skip: b
 
 
 @contextmanager
-def in_processes(builds: Mapping[str, Callable[[], Case]]) -> Iterator[dict[str, Case]]:
+def in_processes(builds: Mapping[str, Callable[[], Case]], plans: dict[str, Any]) -> Iterator[dict[str, Case]]:
     """Yield for each case a function that runs its trials in a process of its own, so that its switches, caches and
-    memory cannot affect another. The first trial starts the process and calls `build` there."""
+    memory cannot affect another. The first trial starts the process and builds the case; `plans` gets its plan."""
 
-    def trial(pool: ProcessPoolExecutor, build: Callable[[], Case]) -> Mapping[str, float]:
+    def trial(name: str, pool: ProcessPoolExecutor, build: Callable[[], Case]) -> Mapping[str, float]:
         try:
-            return pool.submit(_run, build).result()
+            values, plans[name] = pool.submit(_run, build).result()
+            return values
         except BrokenProcessPool:
             advice = "its output above says why, or it was killed, as if out of memory; lower batch_size"
             raise ExpectedError(f"a measuring process ended: {advice}") from None
 
     with ExitStack() as stack:
         start = partial(ProcessPoolExecutor, 1, get_context("spawn"), _begin)
-        yield {name: partial(trial, stack.enter_context(start()), build) for name, build in builds.items()}
+        yield {name: partial(trial, name, stack.enter_context(start()), build) for name, build in builds.items()}
 
 
 def _begin() -> None:
@@ -133,10 +132,11 @@ def _begin() -> None:
 _built: list[Case] = []  # in such a process: its case
 
 
-def _run(build: Callable[[], Case]) -> Mapping[str, float]:
+def _run(build: Callable[[], Case]) -> tuple[Mapping[str, float], dict[str, Any] | None]:
     if not _built:
         _built.append(build())
-    return _built[0]()
+    plan = getattr(_built[0], "plan", None)
+    return _built[0](), plan and plan.describe()
 
 
 def synchronize(device: torch.device) -> None:

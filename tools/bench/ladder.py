@@ -27,7 +27,7 @@ from utils.distributed.world import World
 from utils.environment import describe_environment
 from utils.errors import ConfigError
 from utils.training.checks.dry_run import activation_bytes_per_image
-from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak, number_format
+from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak
 from utils.training.plan import make_plan
 from utils.user_code import user_code_errors
 
@@ -65,17 +65,16 @@ def run(options: argparse.Namespace) -> int:
     environment = describe_environment(world.device, 1)
     baseline = read_baseline(options.baseline, environment, configs) if options.baseline else {}
     limits = measure_limits(world, trials=3)
-    images, results = dict[str, dict[str, float]](), dict[str, dict[str, Any]]()
+    images, results, plans = dict[str, dict[str, float]](), dict[str, dict[str, Any]](), dict[str, Any]()
     builds = {name: partial(Rung, config, options.warmup, options.iters) for name, config in configs.items()}
-    with common.in_processes(builds) as cases:
+    with common.in_processes(builds, plans) as cases:
         for samples in common.measure(cases, options.trials):
             for name, rows in samples.items():
                 images[name] = images.get(name) or per_image(configs[name], world, limits)
                 results[name] = evaluate(rows, images[name], limits)
             saved = {name: configs[name].model_dump(mode="json") for name in results}
-            plans = {name: make_plan(configs[name], world).describe() for name in results}
-            report = {"limits": limits, "rungs": results, "configs": saved, "plans": plans}
-            common.write_report(options.json, "ladder", first, world, report)
+            report = {"limits": limits, "rungs": results, "configs": saved}
+            common.write_report(options.json, "ladder", first, world, report, plans)
     show(results, environment["device"])
     if options.plot:
         figure, axes = new_figure(size=(8.5, 1.4 + 0.42 * len(results)))
@@ -101,7 +100,7 @@ def per_image(config: Config, world: World, limits: Mapping[str, common.Trials])
     precision.cast_weights(model)
     moved = TRAFFIC_PER_ACTIVATION * activation_bytes_per_image(model, nn.CrossEntropyLoss(), precision, shape)
     medians = {name: sample.median for name, sample in limits.items()}
-    limit = measured_peak(medians, number_format(precision, config))
+    limit = measured_peak(medians, precision.number_format)
     assert limit is not None, "limits are measured in every number format of this device"
     with user_code_errors(f"model {config.model}: {NO_VALUES}", ConfigError):
         flops = flops_per_image(model, shape)

@@ -16,7 +16,7 @@ from utils.distributed.world import World
 from utils.environment import dali_version, device_name
 from utils.training.batches import Batch, prefetch
 from utils.training.learner import prepare_backends
-from utils.training.plan import make_plan
+from utils.training.plan import Plan, make_plan
 
 BACKENDS = ",".join(["torchvision", *(["dali"] if dali_version() else []), "device", "synthetic"])
 
@@ -36,24 +36,26 @@ def run(options: argparse.Namespace) -> int:
     }
 
     def measure(world: World) -> None:
-        prepare_backends(config, make_plan(config, world))
-        step = None
+        plan, step = make_plan(config, world), None
+        prepare_backends(config, plan)
         if options.steps:
-            side = open_dataset(config, world).train.image_shape[-1]
-            step = build_measured(config, world, image_side=side).train_step
-        cases = {name: loader_trial(chosen, world, step, options) for name, chosen in configs.items()}
+            learner = build_measured(config, world, open_dataset(config, world).train.image_shape[-1])
+            plan, step = learner.plan, learner.train_step
+        cases = {name: loader_trial(chosen, plan, world, step, options) for name, chosen in configs.items()}
         # several ranks must all skip a case, or none
         *_, results = common.measure(cases, options.trials, skip=world.world_size == 1)
         if world.is_main:
             show(config, world, results)
-        common.write_report(options.json, "loaders", config, world, results)
+        common.write_report(options.json, "loaders", config, world, results, {"training": plan.describe()})
 
     return run_ranks(measure, config.device, config.rank_timeout_seconds)
 
 
-def loader_trial(config: Config, world: World, step: Consumer | None, options: argparse.Namespace) -> common.Case:
+def loader_trial(
+    config: Config, plan: Plan, world: World, step: Consumer | None, options: argparse.Namespace
+) -> common.Case:
     """Return a function that measures one loader, which it builds in the first trial."""
-    plan, counted, steps = make_plan(config, world), options.batches, options.steps
+    counted, steps = options.batches, options.steps
 
     @cache
     def loader() -> Loader:

@@ -47,16 +47,16 @@ def run(options: argparse.Namespace) -> int:
         if (value := getattr(config, key)) not in known:
             raise ConfigError(f"{key} {as_yaml(value)}: the other trainers here lack it; use {as_yaml(known[0])}")
     world = alone(config)
-    steps = options.warmup, options.iters
+    steps, plans = (options.warmup, options.iters), dict[str, Any]()
     builds = {name: partial(build, own, *steps) for name, (build, own) in rows_of(config, world).items()}
-    with common.in_processes(builds) as cases:
+    with common.in_processes(builds, plans) as cases:
         *_, results = common.measure(cases, options.trials)
     ours = results[OURS]["full"].median
     rows = [(name, f"{row['full']:,.1f}", f"{ours / row['full'].median:.3f}") for name, row in results.items()]
     setting = f"{config.model}, batch {config.batch_size}, {make_plan(config, world).precision}"
     title = f"{setting}, {device_name(world.device)}: median (min-max)"
     print_table(title, ["training step", "images/s", "this project's relative speed"], rows)
-    common.write_report(options.json, "peers", config, world, results)
+    common.write_report(options.json, "peers", config, world, results, plans)
     return 0
 
 
@@ -106,7 +106,7 @@ def timm_case(config: Config, warmup: int, iters: int) -> common.Case:
             optimizer.step()
         optimizer.zero_grad()
 
-    return Fed(config, step, warmup, iters, dataset)
+    return Fed(config, plan, step, warmup, iters, dataset)
 
 
 def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
@@ -141,7 +141,7 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return build_optimizer(config, self.model.parameters(), fused=plan.fused_optimizer)
 
-    fed = Fed(config, lambda *_: None, warmup, iters, dataset)
+    fed = Fed(config, plan, lambda *_: None, warmup, iters, dataset)
     half = "bf16-mixed" if plan.precision.loss_scale is None else "16-mixed"
     precisions: dict[str, Any] = {"O0": "32-true", "O1": half}
 
@@ -172,7 +172,7 @@ def plain_case(config: Config, warmup: int, iters: int) -> common.Case:
         scaler.step(optimizer)
         scaler.update()
 
-    return Fed(config, step, warmup, iters, dataset)
+    return Fed(config, plan, step, warmup, iters, dataset)
 
 
 def _prepare(config: Config) -> tuple[torch.device, nn.Module, Plan, Dataset]:
@@ -182,6 +182,5 @@ def _prepare(config: Config) -> tuple[torch.device, nn.Module, Plan, Dataset]:
     prepare_backends(config, plan)
     torch.manual_seed(config.seed)
     model = build_model(config, dataset.train.image_shape[-1]).to(world.device)
-    if config.enable_nhwc:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = model.to(memory_format=plan.memory_format)  # type: ignore[call-overload]
     return world.device, model, plan, dataset

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -23,13 +24,13 @@ from tools.bench.training import alone, build_measured, images_per_sec
 from tools.common import print_table, read_counts, write_json
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
-from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import torchrun_here
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, ExpectedError
 from utils.program import CODE
 from utils.training.learner import Learner
+from utils.training.plan import make_plan
 
 MODES = ("strong", "weak")
 ROUNDS = 3  # of alternating steps with and without communication
@@ -45,9 +46,10 @@ def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
     configs = configs_of(config, read_counts("--nproc", options.nproc), options.mode.split(","))
     threads = max(1, len(os.sched_getaffinity(0)) // max(processes for _, processes in configs))
+    plans = dict[str, Any]()
     cases = {
-        f"{mode} {processes}": partial(run_once, case, processes, threads, options.warmup, options.iters)
-        for (mode, processes), case in configs.items()
+        f"{mode} {number}": partial(run_once, plans, mode, number, case, threads, options.warmup, options.iters)
+        for (mode, number), case in configs.items()
     }
     *_, trials = common.measure(cases, options.trials, warm_up=0)
     results = summarise(trials)
@@ -59,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     ]  # fmt: skip
     title = f"{config.model}, batch {config.batch_size} (weak: of each process), training steps only"
     print_table(title, ("processes", "images/s", "speed-up", "efficiency", "communication"), rows)
-    common.write_report(options.json, "scaling", config, alone(config), results, threads=threads)
+    common.write_report(options.json, "scaling", config, alone(config), results, plans, threads=threads)
     return 0
 
 
@@ -71,13 +73,15 @@ def configs_of(config: Config, processes: Sequence[int], modes: Sequence[str]) -
             raise ConfigError(f"--mode {mode}: allowed: {', '.join(MODES)}")
         for number in processes:
             batch_size = config.batch_size * (number if mode == "weak" else 1)
-            divide_batch(batch_size, number, config.micro_batch_size)
             configs[mode, number] = Config(**config.model_dump() | {"batch_size": batch_size})
+            make_plan(configs[mode, number], replace(alone(config), world_size=number))
     return configs
 
 
-def run_once(config: Config, processes: int, threads: int, warmup: int, iters: int) -> dict[str, float]:
-    """Run one trial under torchrun. On a CPU each process represents a device with `threads` cores."""
+def run_once(
+    plans: dict[str, Any], mode: str, processes: int, config: Config, threads: int, warmup: int, iters: int
+) -> dict[str, float]:
+    """Run one trial under torchrun; `plans` gets its plan. On a CPU a process is a device of `threads` cores."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "values.json"
         command, rendezvous = torchrun_here(processes, Path(folder) / "rendezvous")
@@ -87,7 +91,9 @@ def run_once(config: Config, processes: int, threads: int, warmup: int, iters: i
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CODE), os.environ.get("PYTHONPATH")]))
         if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode:
             raise ExpectedError(f"a run with {processes} processes failed; its output above says why")
-        return json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        plans[f"{mode} {processes}"] = values.pop("plan")
+        return values
 
 
 def summarise(results: common.Results) -> dict[str, dict[str, Any]]:
@@ -122,7 +128,7 @@ def measure_rank(config: Config, warmup: int, iters: int, path: Path, world: Wor
     medians = {name: median(rates[name] for rates in rounds) for name in cases}
     shares = {"communication_share": 1 - medians["ddp"] / medians["no_communication"]} if len(cases) > 1 else {}
     if world.is_main:
-        write_json(path, {"train_images_per_sec": medians["ddp"]} | shares)
+        write_json(path, {"train_images_per_sec": medians["ddp"], "plan": learners["ddp"].plan.describe()} | shares)
 
 
 def main(arguments: Sequence[str]) -> int:

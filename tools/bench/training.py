@@ -17,7 +17,7 @@ from utils.distributed.world import World, choose_device
 from utils.run.meters import peak_memory
 from utils.training.batches import Batch, prefetch
 from utils.training.learner import Learner
-from utils.training.plan import make_plan
+from utils.training.plan import Plan, make_plan
 
 Consumer = Callable[[Tensor, Tensor], object]
 STEPS_PER_EPOCH = 1000  # only for the schedule: no measurement lasts longer
@@ -30,7 +30,8 @@ def alone(config: Config) -> World:
 
 def build_measured(config: Config, world: World, image_side: int | None = None, **options: Any) -> Learner:
     """Collective: build train.py's learner for images of `image_side` pixels; `options` are the learner's."""
-    learner = Learner(config, partial(build_model, image_side=image_side), world, STEPS_PER_EPOCH, **options)
+    plan, build = make_plan(config, world), partial(build_model, image_side=image_side)
+    learner = Learner(config, plan, build, world, STEPS_PER_EPOCH, **options)
     learner.model.train()
     return learner
 
@@ -58,11 +59,11 @@ def images_per_sec(
 class Fed:
     """Measures images per second of a step fed by the configuration's loader: {"full": images/s}."""
 
-    def __init__(self, config: Config, step: Consumer, warmup: int, iters: int, dataset: Dataset) -> None:
+    def __init__(self, config: Config, plan: Plan, step: Consumer, warmup: int, iters: int, dataset: Dataset) -> None:
         world = alone(config)
-        self.device, self.step = world.device, step
+        self.device, self.plan, self.step = world.device, plan, step
         self.time = partial(images_per_sec, config, world.device, warmup, iters)
-        self.plan, self.loader = make_plan(config, world), build_loaders(config, dataset, world).train
+        self.loader = build_loaders(config, dataset, world).train
 
     def __call__(self) -> dict[str, float]:
         return {"full": self.time(prefetch(self.plan, endless(self.loader), self.device), self.step)}
@@ -74,7 +75,7 @@ class OurStep(Fed):
     def __init__(self, config: Config, warmup: int, iters: int) -> None:
         dataset = open_dataset(config, alone(config))
         self.learner = build_measured(config, alone(config), image_side=dataset.train.image_shape[-1])
-        super().__init__(config, self.learner.train_step, warmup, iters, dataset)
+        super().__init__(config, self.learner.plan, self.learner.train_step, warmup, iters, dataset)
         self.batch = next(iter(self.loader))
         for _ in range(self.plan.capture_steps):
             self.step(*self.batch)

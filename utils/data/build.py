@@ -21,7 +21,6 @@ from utils.data.datasets.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_S
 from utils.data.datasets.shards import INDEX_FILE, open_shards
 from utils.data.loader import DeviceLoader, Loader, SyntheticLoader, TorchvisionLoader, decode_all
 from utils.data.sampling import EpochPlan, IntArray
-from utils.distributed.global_batch import divide_batch
 from utils.distributed.launch import in_batch_job, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
@@ -129,7 +128,7 @@ def _plan_epochs(config: DataConfig, labels: IntArray, world: World, training: b
         return EpochPlan(number, size, world.rank, world.world_size, training=False, chosen=chosen)
     if config.batch_size > len(labels):
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(labels)} training images; use fewer")
-    size = divide_batch(config.batch_size, world.world_size, config.micro_batch_size).rank_batch_size
+    size = config.batch_size // world.world_size  # make_plan refuses a remainder
     limits = config.limit_train_batches, config.profiling_iters_per_epoch if config.enable_profiling else None
     return EpochPlan(
         len(labels), size, world.rank, world.world_size, training=True, seed=config.seed,

@@ -7,7 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.distributed.config import DistributedConfig
 from utils.distributed.world import World
-from utils.errors import ConfigError
 
 WARNINGS = {  # about values of `parallel` that are for measurements only
     "no_communication": "WARNING: parallel=no_communication: gradients are NOT averaged, every rank trains a separate "
@@ -19,27 +18,15 @@ WARNINGS = {  # about values of `parallel` that are for measurements only
 
 def synchronise_batch_norm(config: DistributedConfig, model: nn.Module, world: World) -> nn.Module:
     """Return the network, with BatchNorm over all ranks if `enable_sync_bn` is set."""
-    if not config.enable_sync_bn:
-        return model
-    if world.device.type != "cuda":
-        raise ConfigError(f"enable_sync_bn needs CUDA devices, this run is on {world.device.type}; set it to false")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if world.world_size > 1 else model
+    several = config.enable_sync_bn and world.world_size > 1
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if several else model
 
 
 def distribute(config: DistributedConfig, model: nn.Module, world: World) -> nn.Module:
     """Collective: return the module that the training step calls instead of `model`, with the same parameters."""
-    device, ranks = world.device.type, world.world_size
     if config.parallel == "dataparallel":
-        if device != "cuda":
-            raise ConfigError(f"parallel: dataparallel needs CUDA devices, this run is on {device}; use ddp")
-        if ranks > 1:
-            raise ConfigError(f"parallel: dataparallel is one process for all GPUs, not {ranks}; start with python")
         return nn.DataParallel(model)
-    if ranks == 1:
-        if config.parallel == "no_communication":
-            raise ConfigError("parallel: no_communication compares several ranks, but this run has one; use ddp")
-        return model
-    return wrap_in_ddp(config, model, world)
+    return wrap_in_ddp(config, model, world) if world.world_size > 1 else model
 
 
 def wrap_in_ddp(config: DistributedConfig, model: nn.Module, world: World) -> DistributedDataParallel:

@@ -18,7 +18,7 @@ from utils.program import command
 from utils.run.clock import Clock, Window
 from utils.run.run import Run
 from utils.training.batches import training_size
-from utils.training.metrics.flops import NO_VALUES, flops_per_image, number_format, published_peak, read_peak
+from utils.training.metrics.flops import NO_VALUES, flops_per_image, published_peak, read_peak
 
 SLOW_FACTOR = 1.15  # a rank is slow above this many times the median of the other ranks
 FEWEST_STEPS = 10  # of an epoch from which a rank is called slow
@@ -119,7 +119,7 @@ class Meters:
                 self.flops[size] = flops_per_image(run.learner.model, (channels, *((size, size) if size else sides)))
         except Exception:  # a user's network may read values, which meta tensors lack, and raise anything
             say(f"no model FLOP/s, no MFU: the network {NO_VALUES}")
-        format_, device = number_format(run.learner.precision, self.config), device_name(self.world.device)
+        format_, device = run.learner.plan.precision.number_format, device_name(self.world.device)
         limits = self.config.limits_report
         self.peak = published_peak(device, format_) if limits is None else read_peak(Path(limits), device, format_)
         if self.peak is None:

@@ -154,14 +154,15 @@ class Run:
             total = torch.stack([rank["metric_sums"] for rank in ranks]).sum(0)
             sums = total if world.is_main else torch.zeros_like(total)
         merge_buffers(learner, ranks)
-        learner.sums.load(sums, state["logged_sums"], self.batch * learner.batch.accumulation)
+        learner.sums.load(sums, state["logged_sums"], self.batch * learner.plan.global_batch.accumulation)
 
     def check_finite(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return `metrics` unchanged; raise `ExpectedError`, on all ranks alike, if their common loss is not finite."""
         if math.isfinite(metrics["loss"]):
             return metrics
         learner = self.learner
-        first_bad = min(self.world.all_gather(learner.sums.finite_batches())) // learner.batch.accumulation
+        accumulation = learner.plan.global_batch.accumulation
+        first_bad = min(self.world.all_gather(learner.sums.finite_batches())) // accumulation
         raise ExpectedError(
             f"the loss stopped being a finite number in epoch {self.epoch + 1}, iteration {first_bad}, "
             f"learning rate {learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n"

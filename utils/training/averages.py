@@ -1,5 +1,4 @@
-"""Averages: of the weights over the steps (EMA), and of the buffers over a step's micro-batches; BatchNorm's counters,
-incremented together."""
+"""Averages: of the weights over the steps (EMA), and of the buffers over a step's micro-batches."""
 
 import copy
 from typing import Any, cast
@@ -7,12 +6,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from utils.errors import ConfigError
 from utils.training.config import RecipeConfig
 
 STATISTICS = ("running_mean", "running_var")
-COUNTER = "num_batches_tracked"
-COUNT_BY_ADD = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class Ema:
@@ -25,14 +21,7 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay, self.updates, self._model = decay, 0, model
-        # deepcopy refuses tensors computed from parameters, such as the weight of the old torch.nn.utils.weight_norm
-        attributes = [value for layer in model.modules() for value in vars(layer).values()]
-        computed = [value for value in attributes if isinstance(value, torch.Tensor) and not value.is_leaf]
-        try:
-            self.network = copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
-        except RuntimeError as error:
-            raise ConfigError(f"ema_decay {decay:g}: the network cannot be copied: {error}; use null") from None
+        self.decay, self.updates, self._model, self.network = decay, 0, model, copy.deepcopy(model)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -78,10 +67,8 @@ class RunningStatistics:
         for owner, name in [place for place in shared.values() if place[0][place[1]] is not None]:
             kind = "others" if cast(Tensor, owner[name]).is_floating_point() else "counters"
             self.places.setdefault("statistics" if name in STATISTICS else kind, []).append((owner, name))
-        self.buffers = self._find()
-        self.before = {kind: list(map(torch.empty_like, buffers)) for kind, buffers in self.buffers.items()}
-        self.means = {kind: list(map(torch.empty_like, buffers)) for kind, buffers in self.buffers.items()}
-        self.collected = 0
+        empty = [{kind: list(map(torch.empty_like, now)) for kind, now in self._find().items()} for _ in range(2)]
+        self.before, self.means = empty
 
     def _find(self) -> dict[str, list[Tensor]]:
         return {kind: [owner[name] for owner, name in places] for kind, places in self.places.items()}
@@ -89,7 +76,7 @@ class RunningStatistics:
     @torch.no_grad()
     def start(self) -> None:
         """Begin a step."""
-        self.buffers, self.collected = self._find(), 0
+        self.buffers, self.collected = self._find(), 0  # tensors and number of micro-batches of this step
         for kind, buffers in self.buffers.items():
             torch._foreach_copy_(self.before[kind], buffers)
 
@@ -112,41 +99,3 @@ class RunningStatistics:
                 mean.copy_(mixed if self.collected > 1 else buffer)  # the first may replace -inf
             if kind != "counters" or not last:
                 torch._foreach_copy_(buffers, means if last else self.before[kind])
-
-
-class _PassCounter:
-    """Replaces a layer's counter during a forward pass."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add_(self, number: int) -> None:
-        self.count += number
-
-
-def defer_batch_counters(model: nn.Module) -> None:
-    """Increment all BatchNorm layers' `num_batches_tracked` together after each forward pass of `model`, with the same
-    result: on a GPU one kernel instead of one per layer."""
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    # a user's own class may not count by add_
-    layers = [layer for layer in layers if type(layer).forward in COUNT_BY_ADD]
-    # without momentum a layer computes with its counter
-    layers = [layer for layer in layers if layer.momentum is not None and layer.num_batches_tracked is not None]
-    counters: list[Any] = []
-
-    def start(model: nn.Module, inputs: Any) -> None:
-        counters[:] = [layer._buffers[COUNTER] for layer in layers]
-        for layer in layers:
-            layer._buffers[COUNTER] = _PassCounter()  # type: ignore[assignment]
-
-    @torch.no_grad()
-    def finish(model: nn.Module, inputs: Any, outputs: Any) -> None:
-        passes: list[Any] = [layer._buffers[COUNTER] for layer in layers]
-        for layer, counter in zip(layers, counters, strict=True):
-            layer._buffers[COUNTER] = counter
-        counted = [(counter, one.count) for counter, one in zip(counters, passes, strict=True) if one.count]
-        if counted:
-            torch._foreach_add_([counter for counter, _ in counted], [count for _, count in counted])
-
-    model.register_forward_pre_hook(start)
-    model.register_forward_hook(finish, always_call=True)

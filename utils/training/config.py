@@ -86,6 +86,12 @@ class ScheduleConfig(SharedConfig):
         return self.lr_schedule.partition("/")[0] if isinstance(self.lr_schedule, str) else "step"
 
     @property
+    def warmup_epochs(self) -> float:
+        """`lr_warmup_epochs`; half of the run for onecycle, if its rise would not end within the run."""
+        too_long = self.lr_schedule == "onecycle" and self.lr_warmup_epochs >= self.max_epochs
+        return self.max_epochs / 2 if too_long else self.lr_warmup_epochs
+
+    @property
     def plateau_patience(self) -> int:
         """Epochs without a better validation loss that plateau lets pass."""
         return int(str(self.lr_schedule).partition("/")[2] or 10)

@@ -7,7 +7,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -18,15 +18,15 @@ from utils import seeds
 from utils.distributed.ddp import distribute, synchronise_batch_norm
 from utils.distributed.world import World
 from utils.kernels.use import use_kernels
-from utils.training.averages import build_ema, defer_batch_counters
+from utils.training.averages import build_ema
 from utils.training.config import TrainingConfig
 from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import build_optimizer, load_optimizer, set_learning_rate
-from utils.training.optimizers.schedule import Plateau, Schedule
-from utils.training.plan import Plan, make_plan
-from utils.training.precision import LossScaler, MasterWeights
+from utils.training.optimizers.schedule import Schedule
+from utils.training.plan import Plan
+from utils.training.precision import LossScaler, Weights
 from utils.training.profiler import Profiler
-from utils.training.step import CompileTimer, GraphedStep, Step, TrainStep, compile_for_shapes, on_capture_stream
+from utils.training.step import CompileTimer, GraphedUpdate, Update, compile_for_shapes, on_capture_stream
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 # parameters of glibc's mallopt (malloc.h): M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
@@ -55,33 +55,28 @@ class Classifier:
     """A network in the precision and memory format of training, with its moving average.
 
     The network is built by `build_model`, with weights from `seed`. That seeds the random generators and sets PyTorch's
-    process-wide switches: learners that take turns in one process must call `prepare_backends` again. `plan` gets the
-    kernels that this network uses."""
+    process-wide switches: learners that take turns in one process must call `prepare_backends` again. `self.plan` is
+    the given plan with only the kernels that this network can use."""
 
     def __init__(
-        self,
-        config: SomeConfig,
-        build_model: Callable[[SomeConfig], nn.Module],
-        world: World,
-        plan: Plan | None = None,
+        self, config: SomeConfig, plan: Plan, build_model: Callable[[SomeConfig], nn.Module], world: World
     ) -> None:
-        plan = plan or make_plan(config, world)
         self.config: TrainingConfig = config
-        self.precision = plan.precision
         prepare_backends(config, plan)
         seeds.seed_random_state(config.seed)
         model = build_model(config)
-        dtype = torch.float32 if plan.precision.level == "O0" else plan.precision.low_precision_dtype
         # STEM: FUSE: CONV: our own layers
-        skipped = use_kernels(model, plan.kernels, config.stem_channels, dtype, world.device)
-        self.plan = replace(plan, kernels={name: value for name, value in plan.kernels.items() if name not in skipped})
-        self.notes = [*plan.notes, *(f"skipped: {reason}" for reason in skipped.values())]  # for the log
+        skipped = use_kernels(model, plan.kernels, config.stem_channels, plan.precision.dtype, world.device)
+        used = {name: demanded for name, demanded in plan.kernels.items() if name not in skipped}
+        notes = (*plan.notes, *(f"skipped: {reason}" for reason in skipped.values()))
+        self.plan = replace(plan, kernels=used, notes=notes)
         model = synchronise_batch_norm(config, model, world).to(world.device)
-        if config.enable_nhwc:
-            # NHWC: weights in the channels_last memory format, as the loaders' images
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.model, self.weights, self.ema = model, MasterWeights(model, self.precision), build_ema(config, model)
-        self.compiled = 0, self.precision.forward  # for batches with this many images; 0: none
+        # NHWC: weights in the memory format of the images
+        self.model: nn.Module = model.to(memory_format=plan.memory_format)  # type: ignore[call-overload]
+        masters = plan.precision.cast_weights(self.model)  # AMP: O2 and O3 change the network's weights
+        self.weights, self.ema = Weights(self.model, masters), build_ema(config, self.model)
+        self.compiled_size = 0  # images in the batches that `compiled_forward` predicts; 0: none
+        self.compiled_forward = plan.precision.forward
 
     @property
     def validated(self) -> nn.Module:
@@ -91,13 +86,12 @@ class Classifier:
     def compile(self, batch_size: int) -> None:
         """COMPILE: compile the prediction of batches of `batch_size` images. Others stay eager: a validation has at
         most one shorter batch, which would not pay for a second compilation. Names of weights do not change."""
-        self.compiled = batch_size, compile_for_shapes(self.precision.forward, 1)
+        self.compiled_size, self.compiled_forward = batch_size, compile_for_shapes(self.plan.precision.forward, 1)
 
     def predict(self, images: Tensor) -> Tensor:
         """Images [N, 3, H, W] -> float32 logits [N, classes] of the validated network, averaged over test-time
         augmentation. AMP: computed in the precision of training."""
-        batch_size, compiled = self.compiled
-        forward = compiled if len(images) == batch_size else self.precision.forward
+        forward = self.compiled_forward if len(images) == self.compiled_size else self.plan.precision.forward
         outputs = [forward(self.validated, view) for view in views(images, self.config.test_time_views)]
         return reduce(torch.add, outputs) / len(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -133,50 +127,44 @@ def views(images: Tensor, number: int) -> Iterator[Tensor]:
 class Learner(Classifier):
     """A network and everything that trains it. `steps` counts the optimizer steps so far.
 
-    Building it is collective; `wrap` distributes the network over the ranks. Steps are compiled and captured, when
-    first trained, within `compile_timer()`."""
+    Building it is collective; `wrap` distributes the network over the ranks. Updates are compiled and captured, when
+    first called, within `compile_timer()`."""
 
     def __init__(
         self,
         config: SomeConfig,
+        plan: Plan,
         build_model: Callable[[SomeConfig], nn.Module],
         world: World,
         steps_per_epoch: int,
         *,
-        plan: Plan | None = None,
         wrap: Callable[..., nn.Module] = distribute,
         compile_timer: CompileTimer = nullcontext,
     ) -> None:
-        super().__init__(config, build_model, world, plan)
+        super().__init__(config, plan, build_model, world)
         seeds.seed_random_state(seeds.seed_of(config.seed, world.rank, step=0))
         plan, weights = self.plan, self.weights
-        self.batch = plan.batch
-        convolutions = [module for module in self.model.modules() if isinstance(module, nn.Conv2d)]
-        of_convolutions = {id(own) for module in convolutions for own in module.parameters()}
-        pairs = zip(self.model.parameters(), weights.parameters(), strict=True)
-        filters = [updated for own, updated in pairs if id(own) in of_convolutions]
         self.optimizer = build_optimizer(
-            config, weights.parameters(), filters, fused=plan.fused_optimizer, graphed=plan.graphed
+            config, weights.parameters(), weights.of_convolutions(), fused=plan.fused_optimizer, graphed=plan.graphed
         )
         self.loss_scaler = LossScaler(plan.precision.device_type, plan.precision.loss_scale)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-        self.schedule, self.plateau = Schedule(config, steps_per_epoch), Plateau(config.plateau_patience)
-        self.steps, self.sums, self.profiler = 0, MetricSums(world.device), Profiler(world.device)
+        self.schedule, self.steps = Schedule(config, steps_per_epoch), 0
+        self.sums, self.profiler = MetricSums(world.device), Profiler(world.device)
         with on_capture_stream(world.device, graphed=plan.graphed):
-            wrapped = wrap(config, self.model, world)
-        update = self.criterion, self.optimizer, self.loss_scaler, self.batch.accumulation
-        step = TrainStep(config, wrapped, weights, self.precision, *update, self.profiler, compile_timer)
+            distributed = wrap(config, self.model, world)
+        update = Update(
+            config, plan, distributed, weights, self.criterion, self.optimizer, self.loss_scaler, self.sums,
+            self.profiler, compile_timer,
+        )  # fmt: skip
         if plan.compiled:
-            step.compile()
-        elif config.parallel != "dataparallel":  # its replicas run in threads
-            defer_batch_counters(self.model)
-        self.step: Step = GraphedStep(step, world.device) if plan.graphed else step
-        self.notes += self.schedule.notes
+            update.compile()
+        self.update = GraphedUpdate(update, world.device) if plan.graphed else update
 
     def train_step(self, images: Tensor, labels: Tensor) -> None:
         """Train one optimizer step on this rank's part of a global batch."""
-        set_learning_rate(self.optimizer, self.schedule.factor(self.steps, self.plateau.cuts))
-        self.step(images, labels, self.sums)
+        set_learning_rate(self.optimizer, self.schedule.factor(self.steps))
+        self.update(images, labels)
         if self.ema is not None:
             self.ema.update()
         self.steps += 1
@@ -186,11 +174,6 @@ class Learner(Classifier):
         world.average_buffers(self.model)
         if self.ema is not None:
             world.average_buffers(self.ema.network)
-
-    def observe_validation(self, loss: float) -> None:
-        """Pass an epoch's validation loss to the plateau schedule; as in the tutorial, not during the warm-up."""
-        if self.steps > self.schedule.warmup_steps:
-            self.plateau.observe(loss)
 
     @property
     def learning_rate(self) -> float:
@@ -205,7 +188,7 @@ class Learner(Classifier):
             "average": None if self.ema is None else self.ema.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "grad_scaler": self.loss_scaler.state_dict(),
-            "plateau": asdict(self.plateau),
+            "plateau": self.schedule.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -214,7 +197,7 @@ class Learner(Classifier):
         load_optimizer(self.optimizer, state["optimizer"])
         if state["grad_scaler"]:
             self.loss_scaler.load_state_dict(state["grad_scaler"])
-        self.plateau = Plateau(**state["plateau"] | {"patience": self.config.plateau_patience})
+        self.schedule.load_state_dict(state["plateau"])
         self.steps = state["step"]
         if self.steps:  # so that the epoch's record has it if only the validation remains
-            set_learning_rate(self.optimizer, self.schedule.factor(self.steps - 1, self.plateau.cuts))
+            set_learning_rate(self.optimizer, self.schedule.factor(self.steps - 1))

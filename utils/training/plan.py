@@ -1,7 +1,7 @@
 """The plan: what a configuration means on this device and number of ranks.
 
-It is made before data and network are built. Later code reads the plan, not the settings that say `auto`. The log and
-environment.json show it as the network can use it; reports of tools.bench store it as it was made.
+It is made before data and network are built. Later code reads the plan, not the settings that say `auto`. The log,
+environment.json and reports of tools.bench show it with only the kernels that the network can use.
 """
 
 import ctypes
@@ -24,7 +24,10 @@ from utils.training.precision import Precision, choose_precision, has_bf16_kerne
 # PyTorch requires 11 steps before it captures a graph with DDP (its notes on CUDA graphs), 3 without.
 GRAPH_WARMUP_STEPS = 11
 # Evaluation and export predict only, also where the training step could not run.
-PREDICTION: dict[str, Any] = {"enable_cuda_graphs": False, "fuse_norm_relu": False, "verify_every_steps": None}
+PREDICTION: dict[str, Any] = {
+    "enable_cuda_graphs": False, "enable_sync_bn": False, "fuse_norm_relu": False, "lr_warmup_epochs": 0,
+    "micro_batch_size": None, "parallel": "ddp", "verify_every_steps": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Plan:
     demands it, so that an error follows if the network cannot use it}."""
 
     precision: Precision
-    batch: GlobalBatch
+    global_batch: GlobalBatch
+    memory_format: torch.memory_format  # of weights and images
     compiled: bool
     graphed: bool
     prefetched: bool
@@ -49,22 +53,20 @@ class Plan:
     def describe(self) -> dict[str, Any]:
         """Return the plan as JSON has it."""
         switches = {name: getattr(self, name) for name in ("compiled", "graphed", "prefetched", "fused_optimizer")}
-        return {"precision": str(self.precision), "batch": str(self.batch), **switches, "kernels": list(self.kernels)}
+        figures = {"precision": str(self.precision), "batch": str(self.global_batch)}
+        return {**figures, **switches, "kernels": list(self.kernels)}
 
     def __str__(self) -> str:
         on = [name for name, value in self.describe().items() if value is True] + list(self.kernels)
-        return f"batch {self.batch}; {', '.join(on if self.compiled else ['eager', *on])}"
+        return f"batch {self.global_batch}; {', '.join(on if self.compiled else ['eager', *on])}"
 
 
 def make_plan(config: TrainingConfig, world: World, *, training: bool = True) -> Plan:
     """Decide what `config` means on this device and number of ranks; without `training`, for predictions only. Raises
     `ConfigError` for what cannot be."""
     device, gpu = world.device, world.device.type == "cuda"
-    batch = GlobalBatch(1, 1, 1, 1)
-    if training:
-        batch = divide_batch(config.batch_size, world.world_size, config.micro_batch_size)
-    else:
-        config = config.model_copy(update=PREDICTION)
+    if not training:
+        config = config.model_copy(update=PREDICTION | {"batch_size": world.world_size})
     own_gpu = gpu and config.parallel != "dataparallel"  # whose threads can neither compile nor capture a step
     precision, missing = choose_precision(config, device), missing_compiler(gpu=gpu)  # AMP: COMPILE:
     compiled = config.enable_compile is True or (config.enable_compile == "auto" and own_gpu and not missing)
@@ -72,7 +74,8 @@ def make_plan(config: TrainingConfig, world: World, *, training: bool = True) ->
         raise ConfigError(f"enable_compile needs {missing}; else set enable_compile to false or auto")
     plan = Plan(
         precision=precision,
-        batch=batch,
+        global_batch=divide_batch(config.batch_size, world.world_size, config.micro_batch_size),
+        memory_format=torch.channels_last if config.enable_nhwc else torch.contiguous_format,  # NHWC:
         compiled=compiled,
         graphed=config.enable_cuda_graphs is not False and own_gpu,  # GRAPHS:
         prefetched=config.enable_prefetch is not False and gpu,  # PREFETCH:
@@ -80,7 +83,7 @@ def make_plan(config: TrainingConfig, world: World, *, training: bool = True) ->
         fused_optimizer=config.extra_opt("fused_optimizer") and (gpu or precision.level != "O3"),
     )
     plan = replace(plan, kernels=_choose_kernels(config, plan, device, missing))
-    _check_device(config, plan, device)
+    _check_devices(config, plan, world)
     return replace(plan, notes=tuple(_notes(config, plan, gpu=gpu)))
 
 
@@ -89,10 +92,8 @@ def _choose_kernels(config: SpeedConfig, plan: Plan, device: torch.device, missi
     on_cpu, fuse, precision = device.type == "cpu", config.fuse_norm_relu, plan.precision
     float32_norms = not precision.casts_weights or precision.keep_batchnorm_fp32
     if fuse is True and plan.compiled:
-        setting = f"enable_compile {str(config.enable_compile).lower()}"
-        raise ConfigError(
-            f"fuse_norm_relu is for eager steps, and {setting} compiles here, which also fuses; use one of them"
-        )
+        compiles = f"enable_compile {as_yaml(config.enable_compile)} compiles here, which also fuses"
+        raise ConfigError(f"fuse_norm_relu is for eager steps, and {compiles}; use one of them")
     if fuse is True and on_cpu and not float32_norms:
         raise ConfigError("fuse_norm_relu needs BatchNorm in float32 on a CPU; set keep_batchnorm_fp32")
     if fuse is True and not on_cpu and (lacking := missing if find_spec("triton") else "Triton; pip install triton"):
@@ -111,15 +112,23 @@ def _choose_kernels(config: SpeedConfig, plan: Plan, device: torch.device, missi
     return kernels
 
 
-def _check_device(config: TrainingConfig, plan: Plan, device: torch.device) -> None:
-    if config.enable_cuda_graphs is True and device.type != "cuda":
-        raise ConfigError(f"enable_cuda_graphs needs a CUDA device, this run is on {device.type}; use false or auto")
+def _check_devices(config: TrainingConfig, plan: Plan, world: World) -> None:
+    device = world.device.type
+    for key, asked, remedy in (
+        ("enable_cuda_graphs", config.enable_cuda_graphs is True, "false or auto"),
+        ("enable_sync_bn", config.enable_sync_bn, "false"),
+        ("parallel dataparallel", config.parallel == "dataparallel", "ddp"),
+    ):
+        if asked and device != "cuda":
+            raise ConfigError(f"{key} needs a CUDA device, this run is on {device}; use {remedy}")
+    if config.parallel == "dataparallel" and world.world_size > 1:
+        raise ConfigError(f"parallel dataparallel is one process for all GPUs, not {world.world_size}; use python")
+    if config.parallel == "no_communication" and world.world_size == 1:
+        raise ConfigError("parallel no_communication compares several ranks, but this run has one; use ddp")
     if plan.graphed and plan.precision.loss_scale is not None and config.optimizer not in HAVE_FUSED_KERNEL:
-        why = "cannot scale the loss; use amp_dtype bf16 with loss_scale null, or no graphs"
-        raise ConfigError(
-            f"enable_cuda_graphs {str(config.enable_cuda_graphs).lower()} with optimizer {config.optimizer} {why}"
-        )
-    if config.verify_every_steps is not None and device.type == "cuda" and not config.deterministic:
+        both = f"enable_cuda_graphs {as_yaml(config.enable_cuda_graphs)} with optimizer {config.optimizer}"
+        raise ConfigError(f"{both} cannot scale the loss; use amp_dtype bf16 with loss_scale null, or no graphs")
+    if config.verify_every_steps is not None and device == "cuda" and not config.deterministic:
         raise ConfigError("verify_every_steps compares bits, which vary on a GPU; it needs deterministic true")
 
 
@@ -127,11 +136,8 @@ def _notes(config: TrainingConfig, plan: Plan, *, gpu: bool) -> Iterator[str]:
     if config.parallel in WARNINGS:
         yield WARNINGS[config.parallel]
     if config.deterministic:
-        without = " and without cudnn_benchmark" if config.extra_opt("cudnn_benchmark") else ""
-        yield (
-            "deterministic: every run on this machine gives the same bits; on a GPU steps take longer, without cuDNN's "
-            f"fastest algorithms{without}"
-        )
+        without = ", and without cudnn_benchmark" if config.extra_opt("cudnn_benchmark") else ""
+        yield f"deterministic: the same bits in every run on this machine; slower on a GPU{without}"
     if gpu and isinstance(config.cpu_kernels, tuple):
         yield "cpu_kernels: no effect on a GPU"
     if not gpu and config.cpu_kernel("keep_memory") is True and "keep_memory" not in plan.kernels:
@@ -145,6 +151,12 @@ def _notes(config: TrainingConfig, plan: Plan, *, gpu: bool) -> Iterator[str]:
         yield "compiled: the first step takes up to minutes"
     if plan.graphed:
         yield f"captured as a CUDA graph after {GRAPH_WARMUP_STEPS} steps of each image size"
+    rise, epochs = config.lr_warmup_epochs, config.max_epochs
+    too_long = f"lr_warmup_epochs {rise:g} does not fit into max_epochs {epochs}"
+    if config.warmup_epochs < rise:
+        yield f"{too_long}: onecycle peaks after {config.warmup_epochs:g} epochs"
+    elif rise > epochs:
+        yield f"{too_long}: the learning rate rises to {epochs / rise:.2g} of its peak"
 
 
 def check_ranks_agree(config: TrainingConfig, plan: Plan, world: World) -> None:

@@ -21,7 +21,7 @@ from utils.errors import ConfigError
 from utils.training.config import SpeedConfig
 
 Level = Literal["O0", "O1", "O2", "O3"]
-FORMAT_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+FORMAT_NAMES = {torch.float32: "float32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 ADAPTIVE = ("adamw", "muon")  # optimizers that keep squared gradients, in the format of the weights
 
 
@@ -31,9 +31,10 @@ class Precision:
 
     device_type: str
     level: Level = "O0"
-    low_precision_dtype: torch.dtype = torch.bfloat16  # unused in O0
+    dtype: torch.dtype = torch.float32  # of the forward pass; half precision except in O0
     keep_batchnorm_fp32: bool = True  # O2, O3
     loss_scale: float | Literal["dynamic"] | None = None
+    tf32: bool = False  # O0 on a GPU: products of float32 numbers with 10-bit mantissas
     remark: str = ""  # why enable_amp has no effect
 
     @property
@@ -41,30 +42,42 @@ class Precision:
         """Whether weights and images are in half precision, without autocast."""
         return self.level in ("O2", "O3")
 
+    @property
+    def number_format(self) -> str:
+        """Number format of matrix products: float32, tf32, bf16 or fp16."""
+        return "tf32" if self.tf32 else FORMAT_NAMES[self.dtype]
+
     def autocast(self) -> torch.autocast:
         """AMP: autocast context for the forward pass; does nothing except in O1."""
-        return torch.autocast(self.device_type, dtype=self.low_precision_dtype, enabled=self.level == "O1")
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.level == "O1")
 
     def forward(self, model: nn.Module, images: Tensor) -> Tensor:
         """AMP: float32 images [N, 3, H, W] -> float32 logits [N, classes], computed in this precision."""
         with self.autocast():
-            outputs: Tensor = model(images.to(self.low_precision_dtype) if self.casts_weights else images)
+            outputs: Tensor = model(images.to(self.dtype) if self.casts_weights else images)
         return outputs.float()
 
-    def cast_weights(self, model: nn.Module) -> None:
-        """AMP: cast the model's weights to half precision in place for O2 and O3; BatchNorm may stay float32."""
+    def cast_weights(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """AMP: cast the model's weights to half precision in place for O2 and O3; BatchNorm may stay float32. Return
+        {name: float32 master weight} of the cast weights for O2, {} for the other levels."""
         if not self.casts_weights:
-            return
-        model.to(self.low_precision_dtype)
+            return {}
+        float32 = {name: value.detach().clone() for name, value in model.named_parameters() if self.level == "O2"}
+        model.to(self.dtype)
         for module in model.modules():
             if isinstance(module, _BatchNorm) and self.keep_batchnorm_fp32:
                 module.float()
+        return {
+            name: nn.Parameter(float32[name], weight.requires_grad)
+            for name, weight in model.named_parameters()
+            if name in float32 and weight.dtype != torch.float32
+        }
 
     def __str__(self) -> str:
         scale = "" if self.loss_scale is None else f", loss scale {self.loss_scale}"
         if self.level == "O0":
             return f"float32{scale}{self.remark}"
-        half = FORMAT_NAMES[self.low_precision_dtype]
+        half = FORMAT_NAMES[self.dtype]
         if self.level == "O1":
             return f"{half} autocast{scale}"
         batchnorm = "float32" if self.keep_batchnorm_fp32 else half
@@ -90,18 +103,19 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     if config.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
         raise ConfigError(f"amp_dtype fp16 needs a CUDA device, this run is on {device.type}; use bf16 or auto")
     is_auto = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
-    fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
+    fp16, remark = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda"), ""
     if is_auto and not fp16 and not (has_bf16_kernels() if device.type == "cpu" else gpu_has_bf16()):
-        this = "processor" if device.type == "cpu" else "GPU"
+        this, level = "processor" if device.type == "cpu" else "GPU", "O0"
         remark = f": enable_amp has no effect, this {this} has no bf16 kernels; amp_dtype=bf16 with true forces it"
-        return Precision(device_type=device.type, loss_scale=config.loss_scale, remark=remark)
-    keep_batchnorm_fp32 = config.keep_batchnorm_fp32
+    keeps_batchnorm, scaled = config.keep_batchnorm_fp32, fp16 and level in ("O1", "O2")
     precision = Precision(
-        device_type=device.type,
-        level=level,
-        low_precision_dtype=torch.float16 if fp16 else torch.bfloat16,
-        keep_batchnorm_fp32=level != "O3" if keep_batchnorm_fp32 is None else keep_batchnorm_fp32,
-        loss_scale=config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None),
+        device.type,
+        level,
+        dtype=torch.float32 if level == "O0" else torch.float16 if fp16 else torch.bfloat16,
+        keep_batchnorm_fp32=level != "O3" if keeps_batchnorm is None else keeps_batchnorm,
+        loss_scale=config.loss_scale or ("dynamic" if scaled else None),
+        tf32=config.enable_tf32 and level == "O0" and device.type == "cuda",
+        remark=remark,
     )
     if level == "O3" and fp16 and config.optimizer in ADAPTIVE:
         why = "in fp16 it would divide by squares of small gradients, which are 0"
@@ -112,24 +126,24 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     return precision
 
 
-class MasterWeights:
-    """AMP: casts a model for O2 or O3 and, for O2, keeps the float32 weights that the optimizer updates. In the other
-    levels the optimizer updates the model's own parameters."""
+class Weights:
+    """A model's weights as the optimizer updates them: its parameters, or AMP: with O2 the float32 `masters` of those
+    in half precision."""
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
-        self.model = model
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        precision.cast_weights(model)
-        self.masters = {
-            name: nn.Parameter(before[name], requires_grad=parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-            if precision.level == "O2" and parameter.dtype != torch.float32
-        }
-        self._half_weights: list[Tensor] = [model.get_parameter(name) for name in self.masters]
+    def __init__(self, model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
+        self.model, self.masters = model, masters
+        self._half_weights: list[Tensor] = [model.get_parameter(name) for name in masters]
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that the optimizer updates, in the order of the model's parameters."""
         return [self.masters.get(name, parameter) for name, parameter in self.model.named_parameters()]
+
+    def of_convolutions(self) -> list[nn.Parameter]:
+        """The `parameters` that belong to convolutions."""
+        convolutions = [module for module in self.model.modules() if isinstance(module, nn.Conv2d)]
+        theirs = {id(parameter) for module in convolutions for parameter in module.parameters()}
+        pairs = zip(self.model.parameters(), self.parameters(), strict=True)
+        return [updated for own, updated in pairs if id(own) in theirs]
 
     def move_gradients_to_masters(self) -> None:
         """Move the half-precision weights' gradients to the master weights, after backward."""

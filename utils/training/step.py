@@ -1,15 +1,14 @@
-"""One training step: the code that runs for every batch, so it must not make the host wait for the device, except for a
-scaled loss without the fused optimizer (`LossScaler`).
+"""The update of a training step: the code that runs for every batch, so it must not make the host wait for the device,
+except for a scaled loss without the fused optimizer (`LossScaler`).
 
-Eager, compiled (`enable_compile`) or captured as a CUDA graph (`enable_cuda_graphs`); each is `step(images, labels,
-sums)` and computes the same values.
+Eager, compiled (`enable_compile`) or captured as a CUDA graph (`enable_cuda_graphs`): all compute the same values.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,63 +17,57 @@ from torch.nn.parallel import DistributedDataParallel
 from utils.training.averages import RunningStatistics
 from utils.training.config import TrainingConfig
 from utils.training.metrics.sums import MetricSums
-from utils.training.plan import GRAPH_WARMUP_STEPS
-from utils.training.precision import LossScaler, MasterWeights, Precision
+from utils.training.plan import GRAPH_WARMUP_STEPS, Plan
+from utils.training.precision import LossScaler, Weights
 from utils.training.profiler import Profiler
 
-Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-# One optimizer step on this rank's part of a global batch; adds loss and correct predictions to the sums.
-Step = Callable[[Tensor, Tensor, MetricSums], None]
 CompileTimer = Callable[[], AbstractContextManager[None]]
-Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 
-def compile_for_shapes(function: Compiled, number: int) -> Compiled:
+def compile_for_shapes(function: Any, number: int) -> Any:
     """COMPILE: return a function or module compiled at its first call with each of `number` shapes of images.
 
     Dynamo runs further shapes eagerly once a function's code has been compiled `recompile_limit` times, 8 by default,
     which all learners of the process share. So the limit is raised by as many as will be needed.
     """
     torch._dynamo.config.recompile_limit += number
-    compiled: Any = torch.compile(function, dynamic=False)
-    return compiled
+    return torch.compile(function, dynamic=False)
 
 
 @dataclass(eq=False)
-class TrainStep:
-    """zero_grad, forward, loss, backward over the micro-batches, optimizer step. `model` is the network as distributed
-    over the ranks; `weights` holds the parameters that the optimizer updates."""
+class Update:
+    """zero_grad, forward, loss, backward over the micro-batches, optimizer step, on this rank's part of a global batch.
+    Adds loss and correct predictions to `sums`. `distributed` is the network as `distribute` returns it."""
 
     config: TrainingConfig
-    model: nn.Module
-    weights: MasterWeights
-    precision: Precision
+    plan: Plan
+    distributed: nn.Module
+    weights: Weights
     criterion: nn.Module
     optimizer: torch.optim.Optimizer
     loss_scaler: LossScaler
-    accumulation: int
+    sums: MetricSums
     profiler: Profiler
-    compile_timer: CompileTimer = nullcontext
+    compile_timer: CompileTimer
 
     def __post_init__(self) -> None:
-        self.statistics = RunningStatistics(self.model) if self.accumulation > 1 else None
-        self.forward: Forward = self._forward
-        self.compiled_shapes: set[torch.Size] | None = None  # None: not compiled
+        self.accumulation = self.plan.global_batch.accumulation
+        self.statistics = RunningStatistics(self.distributed) if self.accumulation > 1 else None
+        self.forward, self.compiled_shapes = self._forward, set[torch.Size]()
 
     def compile(self) -> None:
         """COMPILE: compile forward and loss, and with them their backward, once for each shape of images. The names in
         the model's state and its validation do not change."""
         shapes = len(dict(self.config.progressive_image_sizes)) + 1
-        if isinstance(self.model, DistributedDataParallel):
+        if isinstance(self.distributed, DistributedDataParallel):
             # inside DDP, whose own code would break the graph and be compiled again for steps without communication;
             # Dynamo still splits the network at the borders of DDP's buckets, so that all-reduces overlap backward
-            self.model.module = compile_for_shapes(self.model.module, shapes)
+            self.distributed.module = compile_for_shapes(self.distributed.module, shapes)
             self.criterion = compile_for_shapes(self.criterion, shapes)
         else:
             self.forward = compile_for_shapes(self._forward, shapes)
-        self.compiled_shapes = set()
 
-    def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
+    def __call__(self, images: Tensor, labels: Tensor) -> None:
         with self.profiler.range("zero_grad"):
             # EXTRA: dropping the gradients saves writing zeros and adding to them
             self.optimizer.zero_grad(set_to_none=self.config.extra_opt("zero_grad_set_to_none"))
@@ -91,7 +84,7 @@ class TrainStep:
                     self.loss_scaler.scale(loss / self.accumulation if self.accumulation > 1 else loss).backward()
                 if self.statistics is not None:
                     self.statistics.collect(last)
-                sums.add(loss.detach(), outputs.detach(), micro_labels)
+                self.sums.add(loss.detach(), outputs.detach(), micro_labels)
 
         with self.profiler.range("optimizer.step"):
             self.weights.move_gradients_to_masters()
@@ -105,12 +98,12 @@ class TrainStep:
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss, float32 logits [N, classes])."""
-        outputs = self.precision.forward(self.model, images)
+        outputs = self.plan.precision.forward(self.distributed, images)
         return self.criterion(outputs, labels), outputs
 
     def _time_compilation(self, shape: torch.Size) -> AbstractContextManager[None]:
         """COMPILE: time the first pass of each shape, whose forward and backward compile."""
-        if self.compiled_shapes is None or shape in self.compiled_shapes:
+        if not self.plan.compiled or shape in self.compiled_shapes:
             return nullcontext()
         self.compiled_shapes.add(shape)
         return self.compile_timer()
@@ -118,45 +111,43 @@ class TrainStep:
     def _reduce_gradients(self, last: bool) -> AbstractContextManager[None]:
         """DDP: average gradients over the ranks once per step, with the last micro-batch."""
         communicates = last and self.config.parallel != "no_communication"
-        if isinstance(self.model, DistributedDataParallel) and not communicates:
-            return self.model.no_sync()
+        if isinstance(self.distributed, DistributedDataParallel) and not communicates:
+            return self.distributed.no_sync()
         return nullcontext()
 
 
-class GraphedStep:
-    """GRAPHS: the whole step captured as one CUDA graph, so the host makes one launch instead of thousands.
+class GraphedUpdate:
+    """GRAPHS: the whole update captured as one CUDA graph, so the host makes one launch instead of thousands.
 
-    The first steps of each image size run eagerly on a side stream, as PyTorch requires; they train like all others.
+    The first updates of each image size run eagerly on a side stream, as PyTorch requires; they train like all others.
     The graph reads its batch from fixed buffers, and learning rate and loss scale from tensors.
     """
 
-    def __init__(self, step: TrainStep, device: torch.device) -> None:
-        self.step, self.device = step, device
+    def __init__(self, update: Update, device: torch.device) -> None:
+        self.update, self.device = update, device
         self.shape: torch.Size | None = None
-        self.eager_steps, self.captured = 0, False
+        self.eager_updates, self.captured = 0, False
 
     def replays(self, images: Tensor) -> bool:
-        """Whether a step with these images will replay the graph."""
+        """Whether an update with these images will replay the graph."""
         return self.captured and images.shape == self.shape
 
-    def __call__(self, images: Tensor, labels: Tensor, sums: MetricSums) -> None:
+    def __call__(self, images: Tensor, labels: Tensor) -> None:
         if images.shape != self.shape:
-            self.shape, self.eager_steps, self.captured = images.shape, 0, False
+            self.shape, self.eager_updates, self.captured = images.shape, 0, False
             self.graph = torch.cuda.CUDAGraph()
-        if self.eager_steps < GRAPH_WARMUP_STEPS:
-            self.eager_steps += 1
+        if self.eager_updates < GRAPH_WARMUP_STEPS:
+            self.eager_updates += 1
             with on_capture_stream(self.device, graphed=True):
-                self.step(images, labels, sums)
+                self.update(images, labels)
             return
         if not self.captured:
-            self.captured = True
-            self.images, self.labels, self.sums = images.clone(), labels.clone(), sums
+            self.captured, self.images, self.labels = True, images.clone(), labels.clone()
             # thread_local: NCCL's watchdog and the loader's pin-memory thread may use CUDA meanwhile
             graph = torch.cuda.graph(self.graph, stream=capture_stream(self.device), capture_error_mode="thread_local")
-            with self.step.compile_timer(), graph:
-                self.step(self.images, self.labels, self.sums)
-        assert sums is self.sums, "the graph adds to the sums of its capture"
-        with self.step.profiler.range("graph replay"):
+            with self.update.compile_timer(), graph:
+                self.update(self.images, self.labels)
+        with self.update.profiler.range("graph replay"):
             self.images.copy_(images)
             self.labels.copy_(labels)
             self.graph.replay()

@@ -29,7 +29,6 @@ def compile_validation(classifier: Classifier, plan: EpochPlan) -> None:
     images = validations * config.test_time_views * plan.shared_batches * plan.batch_size
     if classifier.plan.compiled and images >= MIN_COMPILED_IMAGES:
         classifier.compile(plan.batch_size)
-        classifier.notes.append(f"validation compiled too: each rank predicts {images:,} images in this run")
 
 
 def validate(

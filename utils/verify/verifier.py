@@ -18,7 +18,7 @@ from utils.errors import CorruptionError
 from utils.program import command
 from utils.training.config import TrainingConfig
 from utils.training.learner import Learner
-from utils.training.step import GraphedStep
+from utils.training.step import GraphedUpdate
 from utils.verify.fingerprints import StepRecorder, take_fingerprints
 from utils.verify.step_state import Snapshot, own_tensors, shared_tensors
 
@@ -54,8 +54,8 @@ class Verifier:
         """Collective: one step. Raises `CorruptionError` on all ranks if its check fails."""
         if self.learner.steps != self._trained_to:  # a start, or a checkpoint has been restored
             self._first_steps = FIRST_STEPS
-        step = self.learner.step  # a captured graph's eager steps round differently
-        comparable = not isinstance(step, GraphedStep) or step.replays(images)
+        update = self.learner.update  # a captured graph's eager steps round differently
+        comparable = not isinstance(update, GraphedUpdate) or update.replays(images)
         if comparable and (self._first_steps > 0 or is_due(self.config, self.learner.steps)):
             self._check(images, labels)
             self._first_steps -= 1

@@ -76,7 +76,7 @@ def key_of(config):
     values = {key: value for key, value in config.model_dump().items() if not NOT_OF_THE_STEP.fullmatch(key)}
     for key in ("enable_extra_opts", "enable_amp", "amp_dtype", "opt_level", "keep_batchnorm_fp32", "loss_scale"):
         del values[key]
-    kind = precision.low_precision_dtype, precision.level, precision.keep_batchnorm_fp32
+    kind = precision.dtype, precision.level, precision.keep_batchnorm_fp32
     values["precision"] = precision.level == "O0" or kind
     values["loss_scale"] = "dynamic" if precision.loss_scale == "dynamic" else precision.loss_scale is not None
     values |= {key: config.extra_opt(key) for key in ("fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark")}

@@ -17,11 +17,10 @@ from utils.distributed.world import World
 from utils.run.logger import RunLogger
 from utils.run.profile import find_ranges, read_trace
 from utils.training.batches import prefetch, resize
-from utils.training.metrics.sums import MetricSums
 from utils.training.optimizers.build import build_optimizer, set_learning_rate
 from utils.training.optimizers.muon import ADAMW_RMS, orthogonalise
 from utils.training.plan import GRAPH_WARMUP_STEPS
-from utils.training.step import GraphedStep
+from utils.training.step import GraphedUpdate
 
 pytestmark = pytest.mark.gpu
 
@@ -62,7 +61,7 @@ def losses(trainer, gpu, steps=STEPS):
     history = []
     for number, (images, labels) in zip(range(steps), itertools.cycle(batches), strict=False):
         set_learning_rate(trainer.learner.optimizer, 1 + number % 3)
-        trainer.learner.step(images, labels, trainer.learner.sums)
+        trainer.learner.update(images, labels)
         history.append(trainer.learner.sums.average_since_last(gpu)["loss"])
     return torch.tensor(history)
 
@@ -75,9 +74,9 @@ EAGER = [mode for mode in MODES if mode != "compiled"]
 def test_a_graph_trains_like_the_eager_step(tiny, gpu, mode):
     eager = Trainer(on_gpu(tiny, **MODES[mode]), gpu)
     graphed = Trainer(on_gpu(tiny, enable_cuda_graphs=True, **MODES[mode]), gpu)
-    assert isinstance(graphed.learner.step, GraphedStep)
+    assert isinstance(graphed.learner.update, GraphedUpdate)
     torch.testing.assert_close(losses(graphed, gpu), losses(eager, gpu), rtol=0.05, atol=0.02)
-    assert graphed.learner.step.captured
+    assert graphed.learner.update.captured
     assert graphed.learner.learning_rate == pytest.approx(eager.learner.learning_rate)
     assert graphed.learner.loss_scaler.metrics() == eager.learner.loss_scaler.metrics()
 
@@ -88,12 +87,12 @@ def test_a_graph_is_captured_anew_for_each_image_size(tiny, gpu):
         images, labels = next(iter(trainer.loaders.train))
         history = []
         for size in [16] * STEPS + [24] * STEPS:
-            trainer.learner.step(resize(images, size), labels, trainer.learner.sums)
+            trainer.learner.update(resize(images, size), labels)
             history.append(trainer.learner.sums.average_since_last(gpu)["loss"])
         return history, trainer
 
     graphed, trainer = train(graphs=True)
-    assert trainer.learner.step.captured and trainer.learner.step.images.shape[2:] == (24, 24)
+    assert trainer.learner.update.captured and trainer.learner.update.images.shape[2:] == (24, 24)
     torch.testing.assert_close(graphed, train(graphs=False)[0], rtol=0.05, atol=0.02)
 
 
@@ -188,14 +187,13 @@ def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
         config = on_gpu(tiny, enable_amp=True, enable_cuda_graphs=True)
         reference = Trainer(on_gpu(tiny, enable_amp=True), gpu)
         training = build_measured(config, gpu, wrap=wrap_in_ddp)
-        assert isinstance(training.step, GraphedStep)
+        assert isinstance(training.update, GraphedUpdate)
         reference.loaders.train.set_epoch(0)
         images, labels = next(iter(reference.loaders.train))
-        sums = MetricSums(gpu.device)
         for _ in range(STEPS):
-            training.step(images, labels, sums)
-            reference.learner.step(images, labels, reference.learner.sums)
-        torch.testing.assert_close(sums.sums, reference.learner.sums.sums, rtol=0.05, atol=1)
+            training.update(images, labels)
+            reference.learner.update(images, labels)
+        torch.testing.assert_close(training.sums.sums, reference.learner.sums.sums, rtol=0.05, atol=1)
         del training  # NCCL would wait for its graph, which holds NCCL calls
     finally:
         dist.destroy_process_group()

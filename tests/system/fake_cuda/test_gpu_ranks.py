@@ -22,7 +22,7 @@ from tests.system.fake_cuda import arithmetic, runtime
 from train import Trainer
 from utils.distributed.ranks import run_ranks
 from utils.training.averages import RunningStatistics
-from utils.training.step import GraphedStep
+from utils.training.step import GraphedUpdate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,9 +59,9 @@ def train_runs(folder, device, runs, who=-1, number=signal.SIGTERM):
             if world.rank == who:
                 interrupt(trainer, number)
             trainer.train()
-            step = trainer.learner.step
+            update = trainer.learner.update
             if is_new and config.enable_cuda_graphs:
-                assert isinstance(step, GraphedStep) and step.captured
+                assert isinstance(update, GraphedUpdate) and update.captured
             state = {key: value.cpu() for key, value in trainer.learner.model.state_dict().items()}
             torch.save(state, folder / f"{name}-{world.rank}.pt")
         if device == "cuda":

@@ -24,7 +24,7 @@ from utils.distributed.world import World
 from utils.errors import ConfigError, Stopped
 from utils.training import step
 from utils.training.config import OptimizerConfig, PrecisionConfig, RecipeConfig, SpeedConfig
-from utils.training.step import GraphedStep
+from utils.training.step import GraphedUpdate
 
 pytestmark = pytest.mark.gpu
 
@@ -76,7 +76,7 @@ def check_resume(config, folder, monkeypatch):
     resumed, _ = train(config, folder / "stopped")
     for trainer in (whole, resumed):
         assert trainer.learner.steps == changes["limit_train_batches"] * config.max_epochs
-        captured = isinstance(trainer.learner.step, GraphedStep) and trainer.learner.step.captured
+        captured = isinstance(trainer.learner.update, GraphedUpdate) and trainer.learner.update.captured
         assert captured is plan.graphed
     torch.testing.assert_close(resumed.learner.state_dict(), learner.state_dict(), rtol=0, atol=0)
     assert read_epochs(folder / "stopped") == read_epochs(folder / "whole")

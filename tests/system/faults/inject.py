@@ -29,6 +29,7 @@ from utils.distributed.ranks import run_ranks
 from utils.errors import ConfigError, CorruptionError, exit_in_a_line
 from utils.program import TRAIN
 from utils.training.learner import Learner
+from utils.training.plan import make_plan
 from utils.verify.step_state import Snapshot, own_tensors, shared_tensors
 from utils.verify.verifier import Verifier
 
@@ -113,7 +114,7 @@ def flip_bit(tensor, number, bit):
 
 def build_tiny(config, world):
     """Collective: build a learner of the smallest network with a layer of each kind, and the verifier of its steps."""
-    learner = Learner(config, lambda config: nn.Sequential(
+    learner = Learner(config, make_plan(config, world), lambda config: nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
         nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(16, config.num_classes),
@@ -125,7 +126,7 @@ def build_tiny(config, world):
 def random_batches(learner, world):
     """Yield batches of this rank forever: random images [N, 3, SIDE, SIDE] with random labels."""
     generator = torch.Generator().manual_seed(world.rank)
-    shape = (learner.batch.rank_batch_size, 3, SIDE, SIDE)
+    shape = (learner.plan.global_batch.rank_batch_size, 3, SIDE, SIDE)
     while True:
         labels = torch.randint(learner.config.num_classes, shape[:1], generator=generator)
         yield torch.rand(shape, generator=generator).to(world.device), labels.to(world.device)

@@ -7,25 +7,25 @@ from torch import Tensor, nn
 
 from utils.training.config import TrainingConfig
 from utils.training.learner import Learner
-from utils.training.precision import MasterWeights, Precision
+from utils.training.precision import Precision, Weights
 
 PROBE_IMAGES = 4
 
 
 def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: str, dataset: str) -> str:
     """Return a text on parameters, steps, estimated memory, and the learning rate where its course changes."""
-    config, schedule = learner.config, learner.schedule
+    config, plan, schedule = learner.config, learner.plan, learner.schedule
     parameters = sum(parameter.numel() for parameter in learner.model.parameters())
     steps = schedule.total_steps // config.max_epochs
     states = state_bytes(config, learner.weights)
-    per_image = activation_bytes_per_image(learner.model, learner.criterion, learner.precision, image_shape)
-    activations = per_image * learner.batch.micro_batch_size
+    per_image = activation_bytes_per_image(learner.model, learner.criterion, plan.precision, image_shape)
+    activations = per_image * plan.global_batch.micro_batch_size
     total = f"{(states + activations) / 1e9:.2f} GB"
     schedule_name = config.lr_schedule if isinstance(config.lr_schedule, str) else list(config.lr_schedule)
     lines = [
-        f"model            {network}, {parameters:,} parameters, {learner.precision}",
+        f"model            {network}, {parameters:,} parameters, {plan.precision}",
         f"training images  {dataset}, {steps * config.batch_size:,} in {steps} steps per epoch",
-        f"plan             {learner.plan}",
+        f"plan             {plan}",
         f"epochs           {config.max_epochs}, {schedule.total_steps:,} steps",
         f"memory estimate  {total} per rank, without libraries and workspaces:",
         f"  weights, gradients and optimizer {states / 1e9:.2f} GB, activations {activations / 1e9:.2f} GB",
@@ -40,9 +40,8 @@ def describe(learner: Learner, image_shape: tuple[int, int, int], *, network: st
     return "\n".join(lines)
 
 
-def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
-    """Return the bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average; and
-    with `verify_every_steps` a copy of all but the gradients."""
+def state_bytes(config: TrainingConfig, weights: Weights) -> int:
+    """Return the bytes kept from step to step: weights, gradients, the optimizer's moments, the moving average."""
 
     def count(tensors: Iterable[Tensor]) -> int:
         return sum(tensor.nbytes for tensor in tensors)
@@ -52,8 +51,7 @@ def state_bytes(config: TrainingConfig, weights: MasterWeights) -> int:
     # AdamW keeps mean and square of the gradients; Muon too except for convolutions, so 2 is its upper bound
     moments = int(config.momentum > 0) if config.optimizer == "sgd" else 2
     average = count(weights.model.state_dict().values()) if config.ema_decay is not None else 0
-    kept = gradients + moments * count(weights.parameters()) + average
-    return gradients + kept * (1 if config.verify_every_steps is None else 2)
+    return 2 * gradients + moments * count(weights.parameters()) + average
 
 
 def activation_bytes_per_image(

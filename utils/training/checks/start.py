@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from utils import seeds
 from utils.errors import ConfigError
@@ -17,12 +16,12 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
     images: map them to logits [N, num_classes] in validation and in training, in the run's memory format and image
     sizes, with backward passes. `name`: of the network; `valid_batches`: numbers of images. Restores buffers and random
     generators."""
-    model, config = learner.model, learner.config
+    model, config, batch = learner.model, learner.config, learner.plan.global_batch
     random, was_training = seeds.random_state(), model.training
     buffers = [(owner, key, owner[key]) for owner, key in buffer_places(model)]
     values = [None if before is None else before.detach().clone() for _, _, before in buffers]
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    few = min(2, learner.batch.micro_batch_size)
+    few = min(2, batch.micro_batch_size)
     for number in {min(2, size) for size in valid_batches}:
         _try(learner, name, (number, *image_shape), training=False)
     sides = [(few, 3, side, side) for side in dict(config.progressive_image_sizes)]
@@ -39,7 +38,7 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
                 raise ConfigError(f"model {name}: its buffer {key} is not saved, but changes; use no persistent=False")
             before.copy_(value)
     unused = [key for key, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
-    if unused and learner.batch.world_size > 1:
+    if unused and batch.world_size > 1:
         remedy = "remove it, or set requires_grad_(False)"
         raise ConfigError(f"model {name}: its outputs do not depend on {unused[0]}; with several ranks, {remedy}")
     for parameter in model.parameters():
@@ -50,21 +49,16 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
 
 def _try(learner: Learner, name: str, shape: tuple[int, ...], *, training: bool) -> None:
     """Predict black images [N, 3, H, W], and with `training` compute gradients."""
-    model, precision = learner.model.train(training), learner.precision
+    model, plan = learner.model.train(training), learner.plan
     what = f"images {list(shape)}{' in training' if training else ''}"
-    images = torch.zeros(shape, device=next(model.parameters()).device)
-    images = images.to(precision.low_precision_dtype) if precision.casts_weights else images
-    images = images.to(memory_format=torch.channels_last) if learner.config.enable_nhwc else images
-    failed = user_code_errors(f"model {name} cannot take {what}", ConfigError)
-    with failed, torch.set_grad_enabled(training), precision.autocast():
-        outputs = model(images)
-    expected = [shape[0], learner.config.num_classes]
-    if not isinstance(outputs, Tensor) or list(outputs.shape) != expected:
-        found = list(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-        raise ConfigError(f"model {name}: turns {what} into {found}; expected logits {expected}")
+    images = torch.zeros(shape, device=next(model.parameters()).device).to(memory_format=plan.memory_format)
+    with user_code_errors(f"model {name} cannot take {what}", ConfigError), torch.set_grad_enabled(training):
+        outputs = plan.precision.forward(model, images)
+    if list(outputs.shape) != (expected := [shape[0], learner.config.num_classes]):
+        raise ConfigError(f"model {name}: turns {what} into {list(outputs.shape)}; expected logits {expected}")
     if training and not outputs.requires_grad:
         raise ConfigError(f"model {name}: its outputs depend on no trained parameter; set requires_grad of one")
     if training:
         labels = torch.zeros(shape[0], dtype=torch.int64, device=images.device)
         with user_code_errors(f"model {name} cannot be trained on {what}", ConfigError):
-            learner.criterion(outputs.float(), labels).backward()
+            learner.criterion(outputs, labels).backward()

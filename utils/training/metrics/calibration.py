@@ -1,7 +1,7 @@
-"""Top-k accuracy and calibration of a checkpoint."""
+"""Top-k accuracy and calibration of a checkpoint, counted on the device without waiting for it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +9,11 @@ from torch import Tensor
 from utils.distributed.world import World
 
 NUM_BINS = 15  # as in Guo et al. 2017
+Bin = dict[str, Any]
 
 
 class TopCounts:
-    """Counts images whose true class is among the `k` largest outputs, on the device without waiting for it."""
+    """Counts images whose true class is among the `k` largest outputs."""
 
     def __init__(self, k: int, device: torch.device) -> None:
         self.k = k
@@ -29,18 +30,9 @@ class TopCounts:
         return right / images
 
 
-class Bin(NamedTuple):
-    """Images whose confidence, the probability of the predicted class, is in (low, high]."""
-
-    low: float
-    high: float
-    images: int
-    confidence: float  # mean over these images; 0 without images
-    accuracy: float
-
-
 class Calibration:
-    """Counts images by confidence in bins of equal width (Guo et al. 2017, arXiv:1706.04599), on the device."""
+    """Counts images by confidence, the probability of the predicted class, in bins of equal width (Guo et al. 2017,
+    arXiv:1706.04599)."""
 
     def __init__(self, device: torch.device, num_bins: int = NUM_BINS) -> None:
         # per bin: images, correct predictions, summed confidence
@@ -54,15 +46,17 @@ class Calibration:
         self.sums.index_add_(0, bins, counted)
 
     def collect(self, world: World) -> list[Bin]:
-        """Collective: return the bins over all ranks."""
-        bins, found = len(self.sums), []
-        for number, (images, correct, confidence) in enumerate(world.all_reduce(self.sums.clone()).tolist()):
-            means = confidence / max(images, 1), correct / max(images, 1)
-            found.append(Bin(number / bins, (number + 1) / bins, int(images), *means))
-        return found
+        """Collective: return the bins (low, high] over all ranks: {"low", "high", "images", "confidence": its mean,
+        "accuracy"}; without images the last two are 0."""
+        sums = world.all_reduce(self.sums.clone()).tolist()
+        return [
+            {"low": number / len(sums), "high": (number + 1) / len(sums), "images": int(images),
+             "confidence": confidence / max(images, 1), "accuracy": correct / max(images, 1)}
+            for number, (images, correct, confidence) in enumerate(sums)
+        ]  # fmt: skip
 
 
 def expected_calibration_error(bins: Sequence[Bin]) -> float:
     """Mean over all images of the difference between accuracy and confidence of their bin, in [0, 1]."""
-    total = sum(part.images for part in bins)
-    return sum(part.images * abs(part.accuracy - part.confidence) for part in bins) / total
+    total = sum(part["images"] for part in bins)
+    return sum(part["images"] * abs(part["accuracy"] - part["confidence"]) for part in bins) / total

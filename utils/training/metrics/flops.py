@@ -12,8 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from utils import seeds
 from utils.errors import ConfigError
-from utils.training.config import TrainingConfig
-from utils.training.precision import FORMAT_NAMES, Precision
 
 # TFLOP/s of dense matrix products from NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/):
 # {words of the device name, the longer name first: {number format: TFLOP/s}}
@@ -55,13 +53,6 @@ def flops_per_image(model: nn.Module, image_shape: tuple[int, ...]) -> float:
     finally:
         seeds.restore_random_state(random)
     return counter.get_total_flops() / 2
-
-
-def number_format(precision: Precision, config: TrainingConfig) -> str:
-    """Number format of matrix products: float32, tf32, bf16 or fp16."""
-    if precision.level != "O0":
-        return FORMAT_NAMES[precision.low_precision_dtype]
-    return "tf32" if config.enable_tf32 and precision.device_type == "cuda" else "float32"
 
 
 def measured_peak(limits: Mapping[str, float], number_format: str) -> float | None:
