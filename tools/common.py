@@ -4,8 +4,8 @@ imports no torch, so that --help is fast."""
 import argparse
 import io
 import math
+import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -48,26 +48,16 @@ def path_argument(text: str) -> Path:
     return Path(not_empty(text))
 
 
-def above_zero(text: str, unit: str) -> float:
+def above_zero(text: str) -> float:
     """Parse a finite number above 0, for argparse."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected {unit}, more than 0")
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}; expected a number above 0")
     return number
 
 
-seconds, minutes = partial(above_zero, unit="seconds"), partial(above_zero, unit="minutes")
-
-
-def read_counts(option: str, text: str) -> list[int]:
-    """Parse whole numbers above 0, separated by commas."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigError(f"{option} {text}: expected whole numbers of at least 1, such as 1,2,4")
-    return [int(part) for part in parts]
+def counts(text: str) -> list[int]:
+    """Parse whole numbers from 1 on, separated by commas, for argparse."""
+    return [at_least(part.strip(), 1) for part in text.split(",")]
 
 
 def as_settings(values: Mapping[str, Any]) -> list[str]:
@@ -92,11 +82,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     print(capture.get().removesuffix("\n"))
 
 
-def printable(text: str, encoding: str = "utf-8") -> str:
-    """Replace characters that cannot be encoded, as in a folder's name that is not UTF-8, by backslash sequences."""
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
 def make_folder(path: Path) -> None:
     """Create a folder for results. Raises `ConfigError` if that is impossible."""
     try:
@@ -107,17 +92,8 @@ def make_folder(path: Path) -> None:
 
 def check_writable(option: str, path: Path | None) -> None:
     """Raise `ConfigError` if the file that an option names cannot be written. Changes nothing."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"{option} {path}: is a folder; expected a file")
-    try:
-        if path.exists() and not path.is_file():  # a pipe or a device
-            path.open("ab").close()
-        else:
-            tempfile.TemporaryFile(dir=path.resolve().parent).close()
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; choose another file") from None
+    if path and (path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK)):
+        raise ConfigError(f"{option} {path}: cannot be written; choose a file in an existing folder")
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from tools.common import check_writable, new_parser, path_argument, print_table, write_json
 from tools.runs import read_records
-from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
-from utils.data.datasets.image_files import describe_unreadable
-from utils.data.loader import gather_unreadable
+from tools.trained import Trained, add_arguments, find_split, find_unreadable, open_split, run_trained
 from utils.distributed.world import World
 from utils.errors import DataError, exit_in_a_line
 from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
@@ -60,42 +58,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(trained: Trained, folder: Path | None, world: World, *, test: bool = False) -> Row:
-    """Collective: evaluate on the validation images, the test images, or `folder`; return plain values.
-
-    Accuracies, fractions and confidences are in [0, 1]. Raises `ExpectedError` if an output is not finite.
-    """
+    """Collective: evaluate on the validation images, the test images, or `folder`; return plain values, fractions in
+    [0, 1]. Raises `ExpectedError` if an output is not finite."""
     split = find_split(trained, [folder] if folder else [], world, test=test)
     if (split.labels < 0).any():
         raise DataError(f"{folder}: has images outside class folders; expected {folder}/CLASS/IMAGE")
-    loader, notes = build_loader(trained, split, world)
-    classifier, names = load_classifier(trained, world), trained.class_names
+    (classifier, loader, notes), names = open_split(trained, split, world), trained.class_names
     confusion, calibration = Confusion(len(names), world.device), Calibration(world.device)
     top = TopCounts(min(TOP, len(names)), world.device)
     sums = validate(classifier, loader, world, [confusion.add, calibration.add, top.add])
-    unreadable = gather_unreadable(world, loader)
-    if len(unreadable) == len(split.labels):
-        raise DataError(f"not one of {len(unreadable)} images can be read: {describe_unreadable(unreadable)}")
+    unreadable = find_unreadable(loader, split, world)
     figures, counts, bins = sums.average(world), confusion.collect(world), calibration.collect(world)
     top_accuracy = top.accuracy(world)
     return {
-        "network": trained.describe(classifier, world),
-        "checkpoint": str(trained.path),
+        "network": trained.describe(classifier, world), "checkpoint": str(trained.path),
         **{key: trained.state[key] for key in ("config_name", "epoch", "step")},
         "data": str(folder) if folder else f"{'test' if test else 'validation'} images of {trained.config.dataset}",
-        "images": int(figures["images"]),
-        "acc1": figures["acc1"],
+        "images": int(figures["images"]), "acc1": figures["acc1"],
         **({f"acc{TOP}": top_accuracy} if len(names) > TOP else {}),
-        "loss": figures["loss"],
-        "calibration_error": expected_calibration_error(bins),
-        "recorded": recorded(trained, test=test) if folder is None else None,
-        "unreadable": unreadable,
-        "notes": [*trained.notes, *notes, *classifier.plan.notes],
-        "bins": bins,
-        "classes": class_rows(counts, names),
-        "mistakes": mistakes(counts, names),
-        "class_names": names,
+        "loss": figures["loss"], "calibration_error": expected_calibration_error(bins),
+        "recorded": recorded(trained, test=test) if folder is None else None, "unreadable": unreadable, "notes": notes,
+        "bins": bins, "classes": class_rows(counts, names),
+        "mistakes": mistakes(counts, names), "class_names": names,
         "confusion": counts.tolist() if len(names) <= MATRIX_CLASSES else None,
-    }
+    }  # fmt: skip
 
 
 def recorded(trained: Trained, *, test: bool = False) -> dict[str, float] | None:
@@ -113,13 +99,9 @@ def class_rows(counts: Tensor, names: Sequence[str]) -> list[Row]:
     """Return a row for each class with images, worst first. counts: [true class, predicted class]."""
     images, predicted, right = counts.sum(1).tolist(), counts.sum(0).tolist(), counts.diagonal().tolist()
     return [
-        {
-            "class": names[label], "images": images[label], "accuracy": right[label] / images[label],
-            "precision": right[label] / predicted[label] if predicted[label] else None,
-            "taken_for": None if other is None else names[other],
-            "share": 0.0 if other is None else int(counts[label, other]) / images[label],
-        }
-        for label, _, other, _ in rank_classes(counts)
+        {"class": names[label], "images": images[label], "accuracy": right[label] / images[label],
+         "precision": right[label] / predicted[label] if predicted[label] else None}
+        for label, *_ in rank_classes(counts)
     ]  # fmt: skip
 
 
@@ -146,11 +128,11 @@ def show(results: Row) -> None:
     classes, title = results["classes"], "Classes, worst first"
     rows = [
         (row["class"], f"{row['images']:,}", f"{row['accuracy']:.2%}",
-         "-" if row["precision"] is None else f"{row['precision']:.2%}", row["taken_for"] or "-", f"{row['share']:.2%}")
+         "-" if row["precision"] is None else f"{row['precision']:.2%}")
         for row in classes[:SHOWN_CLASSES]
     ]  # fmt: skip
     title += f": {SHOWN_CLASSES} of {len(classes)}" if len(classes) > SHOWN_CLASSES else ""
-    print_table(title, ("class", "images", "accuracy", "precision", "taken for", "of its images"), rows)
+    print_table(title, ("class", "images", "accuracy", "precision"), rows)
     pairs = [(f"{row['class']}, {row['taken_for']}", f"{row['images']:,}") for row in results["mistakes"]]
     print_table("Most frequent mistakes", ("class, taken for", "images"), pairs)
     title = f"Calibration: error {results['calibration_error']:.2%} over {len(results['bins'])} bins"

@@ -31,7 +31,6 @@ from utils.errors import ExpectedError, exit_in_a_line
 from utils.files import strict_json, write_atomically
 from utils.user_code import user_code_errors
 
-CHECKED_BATCHES = (1, 5)  # batch sizes; tracing uses another
 TOLERANCE = 1e-3  # relative to the largest logit: all compute in float32, but in a different order
 CARD = """\
 # {config.model} trained on {config.dataset}
@@ -86,9 +85,7 @@ def export(run: Path, folder: Path) -> list[str]:
     # in float32, whatever opt_level trained in
     model.load_state_dict(state["average"]["module"] if state["average"] else state["model"])
     network = Network(trained, model).eval()
-    program, difference = export_program(
-        network, lambda pixels: classifier.predict(normalise(pixels)), trained.image_shape
-    )
+    program, difference = export_program(network, lambda x: classifier.predict(normalise(x)), trained.image_shape)
     keys = ("config_name", "config", "data", "best", "versions")
     metadata = {"format": "pt"} | {key: strict_json(state[key]) for key in keys}  # safetensors allows only strings
     weights = {name: weight.contiguous().clone() for name, weight in model.state_dict().items()}
@@ -115,30 +112,24 @@ def export(run: Path, folder: Path) -> list[str]:
 
 
 def export_program(
-    network: nn.Module, trained: Callable[[Tensor], Tensor], image_shape: Sequence[int]
+    network: nn.Module, trained: Callable[[Tensor], Tensor], shape: Sequence[int]
 ) -> tuple[bytes, float]:
     """Return the serialised program of `network` and its largest difference from `trained`, the function that was
     trained, relative to the largest logit. Both: uint8 pixels -> logits. `ExpectedError` if it exceeds TOLERANCE."""
-
-    def random_pixels(images: int) -> Tensor:
-        return torch.randint(256, (images, *image_shape), dtype=torch.uint8, generator=generator)
-
-    generator = torch.Generator().manual_seed(0)
-    batch = torch.export.Dim("batch", min=1)
+    generator, batch = torch.Generator().manual_seed(0), torch.export.Dim("batch", min=1)
+    pixels = torch.randint(256, (4, *shape), dtype=torch.uint8, generator=generator)
     with user_code_errors("torch.export cannot follow the network; nothing was written", ExpectedError):
-        exported = torch.export.export(network, (random_pixels(3),), dynamic_shapes=({0: batch},))
+        exported = torch.export.export(network, (pixels[1:],), dynamic_shapes=({0: batch},))
     buffer = io.BytesIO()
     torch.export.save(exported, buffer)
     buffer.seek(0)
-    reloaded, differences = torch.export.load(buffer).module(), []
-    with torch.no_grad():
-        for pixels in map(random_pixels, CHECKED_BATCHES):
-            expected = trained(pixels)
-            differences.append((expected - reloaded(pixels)).abs().max() / expected.abs().max())
-    difference = torch.stack(differences).max().item()  # Python's max would ignore a NaN
+    reloaded = torch.export.load(buffer).module()
+    with torch.no_grad():  # for one image, a number of images that was not traced
+        expected, found = trained(pixels[:1]), reloaded(pixels[:1])
+    difference = ((expected - found).abs().max() / expected.abs().max()).item()
     if not difference <= TOLERANCE:
-        found = f"differs from the trained network by {difference:.1e} of the largest logit, more than {TOLERANCE:.0e}"
-        raise ExpectedError(f"the exported program {found}; nothing was written")
+        differs = f"differs from the trained network by {difference:.1e} of the largest logit, over {TOLERANCE:.0e}"
+        raise ExpectedError(f"the exported program {differs}; nothing was written")
     return buffer.getvalue(), difference
 
 

@@ -27,13 +27,11 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from PIL import Image
 
-from tools.common import add_count, make_folder, new_parser, path_argument, printable, write_file
-from tools.trained import Trained, add_arguments, build_loader, find_split, load_classifier, run_trained
+from tools.common import add_count, make_folder, new_parser, path_argument, write_file
+from tools.trained import Trained, add_arguments, find_split, find_unreadable, open_split, run_trained
 from utils.data.datasets.dataset import Split
-from utils.data.datasets.image_files import describe_unreadable
-from utils.data.loader import gather_unreadable
 from utils.distributed.world import World
-from utils.errors import DataError, exit_in_a_line
+from utils.errors import exit_in_a_line
 from utils.training.validation import classify
 
 PAGE = Path(__file__).with_suffix(".html")  # a Jinja2 template
@@ -76,20 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def predict(trained: Trained, paths: list[Path], world: World) -> tuple[Predictions, list[str]]:
     """Collective: return the predictions of all ranks, and lines that describe the network and the data."""
-    split = find_split(trained, paths, world, must_read=True)
+    split = find_split(trained, paths, world, read=True)
     # the loader's labels are replaced by the images' indices, to match outputs to images
-    loader, notes = build_loader(trained, replace(split, labels=np.arange(len(split.labels))), world)
-    classifier = load_classifier(trained, world)
+    classifier, loader, notes = open_split(trained, replace(split, labels=np.arange(len(split.labels))), world)
     found = [(indices.cpu(), outputs.cpu()) for outputs, indices in classify(classifier, loader)]
     parts = [part for rank in world.all_gather(found) for part in rank if len(part[0])]
-    unreadable = {os.path.normpath(name): reason for name, reason in gather_unreadable(world, loader).items()}
-    if not parts:
-        raise DataError(f"not one of {len(split.labels)} images can be read: {describe_unreadable(unreadable)}")
+    unreadable = {os.path.normpath(name): reason for name, reason in find_unreadable(loader, split, world).items()}
     indices, outputs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     order = indices.argsort()
     chosen, probabilities = indices[order].numpy(), outputs[order].double().softmax(1).numpy()
-    lines = [*trained.notes, *notes, *classifier.plan.notes, trained.describe(classifier, world)]
-    return Predictions(split, chosen, probabilities, unreadable), lines
+    return Predictions(split, chosen, probabilities, unreadable), [*notes, trained.describe(classifier, world)]
 
 
 def write(folder: Path, trained: Trained, predictions: Predictions, pictures: int) -> list[str]:
@@ -114,21 +108,14 @@ def write(folder: Path, trained: Trained, predictions: Predictions, pictures: in
         heading = f"the worst of {len(wrong):,} mistakes" if len(wrong) > pictures else "all mistakes"
     else:
         ordered, heading = probabilities.max(1).argsort(kind="stable"), "the least certain predictions"
-    items = [
-        {
-            "picture": picture(split, int(indices[row])),
-            "name": printable(predictions.name(row)),
-            "classes": [
-                (word, names[label], f"{probabilities[row, label]:.2%}")
-                for word, label in (("true", labels[row]), ("predicted", predicted[row]))
-                if label >= 0
-            ],
-        }
-        for row in ordered[:pictures].tolist()
-    ]
+    items = []
+    for row in ordered[:pictures].tolist():
+        labelled = {"true": labels[row], "predicted": predicted[row]}
+        classes = [(word, names[n], f"{probabilities[row, n]:.2%}") for word, n in labelled.items() if n >= 0]
+        items.append({"picture": picture(split, int(indices[row])), "name": predictions.name(row), "classes": classes})
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
-    page = template.render(run=printable(str(trained.path)), lines=[images, f"Shown: {heading}."], items=items)
-    write_file(folder / "worst.html", page.encode())
+    page = template.render(run=trained.path, lines=[images, f"Shown: {heading}."], items=items)
+    write_file(folder / "worst.html", page.encode("utf-8", "backslashreplace"))
     lines = [f"{folder / 'predictions.csv'}: {images}", f"{folder / 'worst.html'}: {len(items)} pictures, {heading}"]
     path = folder / "unreadable.csv"
     path.unlink(missing_ok=True)  # from an earlier call

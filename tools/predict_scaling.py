@@ -11,14 +11,14 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from models import build_model
 from models.config import ModelConfig
 from tools.bench.reports import read_report
-from tools.common import above_zero, add_count, new_parser, path_argument, read_counts
+from tools.common import above_zero, add_count, counts, new_parser, path_argument
 from utils.config import Config
 from utils.errors import DataError, exit_in_a_line
 
@@ -169,25 +169,24 @@ def published_table(seen: bool) -> Iterator[str]:
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the forecast; returns the exit status."""
-    parser, bandwidth = new_parser("predict_scaling", __doc__), partial(above_zero, unit="GB/s")
+    parser = new_parser("predict_scaling", __doc__)
     source, report = parser.add_mutually_exclusive_group(required=True), "a report of tools.bench ladder"
     source.add_argument("--from", dest="path", type=path_argument, metavar="BENCH.json", help=report)
     source.add_argument("--published", action="store_true", help="compare forecasts with published measurements")
-    parser.add_argument("--gpus", default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
+    parser.add_argument("--gpus", type=counts, default="8,16,64,1024,4096", metavar="N,M", help="for how many GPUs")
     add_count(parser, "--gpus-per-node", 8, "GPUs of each node")
-    parser.add_argument("--intra", type=bandwidth, default=120, help="GB/s of an all-reduce within a node")
-    parser.add_argument("--inter", type=bandwidth, default=10, help="GB/s of a node to others, over all its cards")
+    parser.add_argument("--intra", type=above_zero, default=120, help="GB/s of an all-reduce within a node")
+    parser.add_argument("--inter", type=above_zero, default=10, help="GB/s of a node to others, over all its cards")
     options = parser.parse_args(argv)
     if options.published:
         print("used for the model:", *published_table(seen=True), "\nnot used:", *published_table(seen=False), sep="\n")
         return 0
-    counts = read_counts("--gpus", options.gpus)
     step, described = read_step(options.path)
     machine = Cluster(options.gpus_per_node, options.intra * 1e9, options.inter * 1e9)
     print(described, f"assumed: {len(step.buckets)} buckets of gradients, {machine}", sep="\n")
     print("\nscaling    GPUs  batch/GPU     step, ms      images/s  efficiency (interval)")
-    weak = [("weak", gpus, float(step.batch)) for gpus in counts]
-    strong = [("strong", gpus, step.batch / gpus) for gpus in counts if gpus <= step.batch]
+    weak = [("weak", gpus, float(step.batch)) for gpus in options.gpus]
+    strong = [("strong", gpus, step.batch / gpus) for gpus in options.gpus if gpus <= step.batch]
     for kind, gpus, batch in [*weak, *strong]:
         seconds, (efficiency, low, high) = step.predict(gpus, machine, batch), step.efficiency(gpus, machine, batch)
         row = f"{kind:8} {gpus:6,}  {batch:9.4g}  {seconds * 1e3:11.2f}  {gpus * batch / seconds:12,.0f}"

@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tools.common import COLOURS, make_folder, new_parser, path_argument, printable, write_file
-from tools.runs import Run, differences, read
+from tools.common import COLOURS, make_folder, new_parser, path_argument, write_file
+from tools.runs import Run, read
 from utils.base_config import as_yaml
 from utils.errors import ConfigError, DataError, exit_in_a_line
 
@@ -27,13 +27,10 @@ PAGE = Path(__file__).parent / "report.html"  # a Jinja2 template; PyTorch needs
 DASHES = ("solid", "dash", "dot", "dashdot")
 LOSS_OUTLIER = 1.5  # times the 95th percentile: the first view cuts off losses above it
 PANELS = (  # title, key in an epoch's record, alone or with /valid and /train, horizontal axis
-    ("Accuracy, %", "acc1", "epoch"),
-    ("Accuracy, %", "acc1", "seconds"),
-    ("Loss", "loss", "epoch"),
-    ("Loss", "loss", "seconds"),
-    ("Training images/s", "images_per_sec", "epoch"),
+    ("Accuracy, %", "acc1", "epoch"), ("Accuracy, %", "acc1", "seconds"), ("Loss", "loss", "epoch"),
+    ("Loss", "loss", "seconds"), ("Training images/s", "images_per_sec", "epoch"),
     ("Learning rate", "learning_rate", "epoch"),
-)
+)  # fmt: skip
 Rows = list[tuple[Any, ...]]  # a table; the first row is its header
 
 
@@ -47,13 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     runs, problems = read(options.runs)
     if not runs:
-        raise DataError(printable("; ".join(problems)))
+        raise DataError("; ".join(problems))
     title = f"{len(runs)} runs"
-    page = printable(render_page(title, runs, problems))
+    page = render_page(title, runs, problems).encode("utf-8", "backslashreplace")
     make_folder(options.out)
-    write_file(options.out / "report.html", page.encode())
-    for problem in problems:
-        print(printable(problem), file=sys.stderr)
+    write_file(options.out / "report.html", page)
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
     print(f"{options.out / 'report.html'}: {title}, {len(page) / 1e6:.1f} MB")
     return 0
 
@@ -107,8 +103,7 @@ def duration(seconds: float) -> str:
 
 
 def goals(runs: Sequence[Run]) -> list[float]:
-    """Return the accuracies whose times the page lists: the highest round one that each run reached, the tutorial's,
-    and each run's own."""
+    """Return the accuracies to list: the highest round one that each run reached, the tutorial's, each run's own."""
     wanted = {goal for run in runs if (goal := run.config.get("stop_at_accuracy")) is not None}
     wanted |= {TUTORIAL_GOAL for run in runs if run.config.get("dataset", "cifar100") == "cifar100"}
     wanted |= {max((goal for goal in ROUND_GOALS if run.reached(goal)), default=1.0) for run in runs}
@@ -126,13 +121,15 @@ def goals_table(runs: Sequence[Run]) -> Rows:
 
 
 def differences_table(runs: Sequence[Run]) -> Rows:
-    rows: Rows = [(key, *map(as_yaml, values)) for key, values in differences(runs).items()]
-    return [("setting", *(run.name for run in runs if run.config)), *rows] if rows else []
+    known = [run for run in runs if run.config]
+    keys = dict.fromkeys(key for run in known for key in run.config)
+    values = ((key, *(as_yaml(run.config.get(key)) for run in known)) for key in keys)
+    rows: Rows = [row for row in values if len({*row[1:]}) > 1]
+    return [("setting", *(run.name for run in known)), *rows] if rows else []
 
 
 def draw_curves(runs: Sequence[Run]) -> str:
-    """Plot what the runs recorded for each epoch; return the element `curves`, without the library. A click in the
-    legend hides a run in all panels."""
+    """Return the element `curves`, without the library: what the runs recorded for each epoch."""
     from plotly.subplots import make_subplots
 
     recorded = {key for run in runs for row in run.epochs for key in row}

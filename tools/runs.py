@@ -1,13 +1,13 @@
-"""List runs with their state, best accuracy and use of time; show where the time of one run went; compare two.
+"""List runs with their state, best accuracy and use of time; show where the time of one run went.
 
     python -m tools.runs
     python -m tools.runs expts/bs256
-    python -m tools.runs --diff expts/bs256 expts/bs256-amp
+    diff expts/bs256/config.yaml expts/bs256-amp/config.yaml     # the settings that differ
 
 A run's time is added up over all of its starts. `useful` is ETTR, the effective training time ratio of
 arXiv:2410.21680: training, waiting for input, validation and test, divided by the wall clock from the first start to
 the last record. The rest is start-up, compilation, checkpoints, steps trained again after a kill, and time without a
-process (stopped), in a queue or not. If a start was killed, the time after its last record counts as stopped.
+process (stopped), also after a killed start's last record.
 """
 
 import fcntl
@@ -29,7 +29,6 @@ from utils.errors import DataError, Stopped, exit_in_a_line
 from utils.run.clock import ACTIVITIES
 
 USEFUL = ("train", "input", "validation", "test")
-ENVIRONMENT = ("commit", "torch", "device", "world_size", "host")  # what --diff compares
 MARKS = ("metrics.jsonl", "config.yaml", "tb_logs")  # a folder with one of them is a run
 CLOCKS = ("wall_s_since_first_event", "wall_s_since_first_epoch_end")  # the times of published curves
 
@@ -78,8 +77,7 @@ class Run:
 
 
 def read(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Return the runs in files of curves, run folders, and folders of runs, and problems. Runs of one name get their
-    paths as names."""
+    """Return the runs in files of curves, run folders and folders of runs, and problems."""
     runs, problems = dict[tuple[Path, str], Run](), list[str]()
     for path in paths:
         inner = sorted(folder for folder in path.glob("*/") if _is_run(folder))
@@ -102,8 +100,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _read_part(path: Path) -> list[Run]:
-    """Return the run in the folder `path`, or the published curves in the file `path`: lists by tag, some perhaps
-    shorter than the list of epochs."""
+    """Return the run in the folder `path`, or the published curves, lists by tag, in the file `path`."""
     if _is_run(path):
         return [read_run_folder(path)]
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -132,13 +129,10 @@ def read_run_folder(folder: Path) -> Run:
     run.records, damaged = read_lines(folder / "metrics.jsonl")
     if damaged:
         run.problems.append(f"metrics.jsonl: {damaged} line(s) cannot be read; skipped")
-    by_epoch = {
-        record["epoch"]: {"seconds": 0.0}
-        | {key: value for key, value in record.items() if isinstance(value, int | float)}
-        for record in run.records
-        if record["kind"] == "epoch"
-    }
-    run.epochs = [by_epoch[epoch] for epoch in sorted(by_epoch)]
+    by_epoch = {record["epoch"]: record for record in run.records if record["kind"] == "epoch"}
+    for _, record in sorted(by_epoch.items()):
+        numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
+        run.epochs.append({"seconds": 0.0} | numbers)
     if not run.epochs:
         run.problems.append(f"metrics.jsonl {'has no finished epoch yet' if run.records else 'is missing or empty'}")
     run.changed = max(file.stat().st_mtime for file in [folder, *folder.glob("[!.]*")] if file.exists())
@@ -181,13 +175,6 @@ def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
     return [record for record in read_lines(path)[0] if record["kind"] in kinds]
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Return {setting: its value in each run} for the settings that differ, of runs with a configuration."""
-    known = [run.config for run in runs if run.config]
-    table = {key: [config.get(key) for config in known] for key in dict.fromkeys(key for one in known for key in one)}
-    return {key: values for key, values in table.items() if any(value != values[0] for value in values)}
-
-
 class Ledger(NamedTuple):
     """The time of a run over all of its starts."""
 
@@ -198,9 +185,7 @@ class Ledger(NamedTuple):
 
 
 def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
-    """Add up the times in the records of a metrics.jsonl; None if they hold none.
-
-    Each record has the seconds of its start by activity so far."""
+    """Add up the times in the records of a metrics.jsonl, the seconds of a start so far; None if they hold none."""
     starts: list[tuple[float, dict[str, float]]] = []  # when each start began, and its last seconds by activity
     for record in records:
         if (seconds := record.get("clock_seconds")) is None:
@@ -221,20 +206,15 @@ def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the list or the differences; returns the exit status."""
+    """Print the list; returns the exit status."""
     parser = new_parser("runs", __doc__)
     what, default = "a run, or a folder of runs: default expts", Path("expts")
     parser.add_argument("folder", nargs="?", type=path_argument, default=default, help=what)
-    parser.add_argument("--diff", nargs=2, type=path_argument, metavar=("A", "B"), help="show how two runs differ")
-    options = parser.parse_args(argv)
-    runs, problems = read(options.diff or [options.folder])
+    runs, problems = read([parser.parse_args(argv).folder])
     if not runs:
         raise DataError("; ".join(problems))
-    if options.diff and len(runs) != 2:
-        raise DataError(f"--diff: {', '.join(map(str, options.diff))} hold {len(runs)} runs; name two")
-    show_differences(runs) if options.diff else show_runs(runs)
-    for problem in problems:
-        print(problem)
+    show_runs(runs)
+    print(*problems, sep="\n", end="\n" if problems else "")
     return 0
 
 
@@ -251,14 +231,6 @@ def show_runs(runs: Sequence[Run]) -> None:
         parts = [*ledger.seconds.items(), ("wall clock", ledger.wall)]
         shares = [(name, f"{seconds:.1f}", f"{seconds / ledger.wall:.1%}") for name, seconds in parts]
         print_table("", ("activity", "seconds", "of the wall clock"), shares)
-
-
-def show_differences(runs: Sequence[Run]) -> None:
-    """Print the differences of two runs in configuration and environment, and their results."""
-    environments = {key: [run.environment.get(key) for run in runs] for key in ENVIRONMENT}
-    rows = differences(runs) | {key: values for key, values in environments.items() if values[0] != values[1]}
-    rows["best acc1, its epoch"] = [", ".join(run.best()) for run in runs]
-    print_table("", ("", *(run.name for run in runs)), [(key, *map(str, values)) for key, values in rows.items()])
 
 
 if __name__ == "__main__":

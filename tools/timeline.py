@@ -11,6 +11,7 @@ On a CPU a step is an iteration of the loop. The host runs ahead of a GPU: there
 after the input to the next step's, and the host's lanes show what the host does meanwhile, mostly for later steps.
 """
 
+import os
 import re
 import sys
 import zlib
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.common import COLOURS, check_writable, new_figure, new_parser, path_argument, printable, save
+from tools.common import COLOURS, check_writable, new_figure, new_parser, path_argument, save
 from utils.errors import ConfigError, exit_in_a_line
 from utils.run import profile as trace
 from utils.run.profile import GPU_WORK, Event
@@ -84,9 +85,9 @@ def read_timeline(path: Path) -> Timeline:
     if not steps:
         raise ConfigError(f"{path}: holds no training steps; profile a longer run")
     start, end, iteration = steps[(len(steps) - 1) // 2]
-    run = path.parents[1].name if path.parent.name == "profile" else path.name
+    run = os.fsencode(path.parents[1].name if path.parent.name == "profile" else path.name).decode(errors="replace")
     title = f"{run}: {iteration.name}, {(end - start) / 1e3:.2f} ms: the median length among {len(steps)}"
-    return Timeline(printable(title), (end - start) / 1e3, find_lanes(events, ranges, start, end))
+    return Timeline(title, (end - start) / 1e3, find_lanes(events, ranges, start, end))
 
 
 def find_bounds(events: Sequence[Event], iterations: Sequence[Event], ranges: dict[str, list[Event]]) -> list[float]:

@@ -58,10 +58,8 @@ def explain(error: BaseException) -> str:
 
     if isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
-        signalled = failure.exitcode < 0
-        return (
-            f"rank {rank} {f'was ended by {failure.signal_name()}' if signalled else f'exited with {failure.exitcode}'}"
-        )
+        ended = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
+        return f"rank {rank} {ended}"
     while error.__cause__ is not None:  # such as the socket's error below the rendezvous' error
         error = error.__cause__
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])

@@ -1,7 +1,7 @@
 """Load a trained network as it was validated, for tools.evaluate, tools.predict, tools.export and api.py."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,11 @@ from utils.base_config import KeyFlag
 from utils.config import Config, override
 from utils.config.command_line import report_error
 from utils.data.augment import Normalise
-from utils.data.build import build_loader as build_split_loader
-from utils.data.build import cap_workers, open_dataset
+from utils.data.build import build_loader, cap_workers, open_dataset
 from utils.data.datasets.dataset import Split, match_classes
 from utils.data.datasets.folders import centre_fraction, find_images
-from utils.data.datasets.image_files import as_rgb, cut_centre
-from utils.data.loader import Loader
+from utils.data.datasets.image_files import as_rgb, cut_centre, describe_unreadable
+from utils.data.loader import Loader, gather_unreadable
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
@@ -73,11 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", dest="set", action="append", type=form, metavar="NAME", help=device)
 
 
-def run_trained(
-    options: argparse.Namespace, action: Callable[[Trained, World], None], changes: Mapping[str, Any]
-) -> int:
-    """Run `action` on every rank with the network that `options` name, with `changes` to its configuration; return the
-    exit status."""
+def run_trained(options: argparse.Namespace, action: Callable[[Trained, World], None], changes: dict[str, Any]) -> int:
+    """Run `action` on every rank with the network that `options` name; return the exit status."""
     try:
         trained = open_trained(options.run, [*as_settings(changes), *options.set])
     except ExpectedError as error:
@@ -86,8 +82,7 @@ def run_trained(
 
 
 def open_trained(path: Path, settings: list[str]) -> Trained:
-    """Open the newest good checkpoint in a run's folder, or a checkpoint file, with KEY=VALUE `settings` on top of its
-    configuration."""
+    """Open the newest good checkpoint of a run, or a checkpoint file, with KEY=VALUE `settings` on top."""
     found, state, complaints = newest_good(path)
     if found is None or state is None:
         remedy = "give a run's folder, such as expts/NAME, or a checkpoint of it"
@@ -116,14 +111,12 @@ def load_classifier(trained: Trained, world: World) -> Classifier:
     return classifier
 
 
-def find_split(
-    trained: Trained, paths: list[Path], world: World, *, test: bool = False, must_read: bool = False
-) -> Split:
+def find_split(trained: Trained, paths: list[Path], world: World, *, test: bool = False, read: bool = False) -> Split:
     """Collective: return the images of `paths`, or without paths the run's validation set, or with `test` its test set.
     Labels are the run's, by the names of the classes. Raises `DataError` for other classes, and with paths or
-    `must_read` `ConfigError` for a loader that reads no images."""
+    `read` `ConfigError` for a loader that reads no images."""
     config = trained.config
-    if (paths or must_read) and config.data_loader == "synthetic":
+    if (paths or read) and config.data_loader == "synthetic":
         raise ConfigError("data_loader synthetic reads no images; use --set data_loader=torchvision")
     if paths:
         return find_images(paths, trained.class_names, _image_side(trained), centre_fraction(config.dataset))
@@ -158,7 +151,17 @@ def _image_side(trained: Trained) -> int:
     return height
 
 
-def build_loader(trained: Trained, split: Split, world: World) -> tuple[Loader, list[str]]:
-    """Collective: return this rank's batches of `split`, normalised as in training, and notes."""
+def open_split(trained: Trained, split: Split, world: World) -> tuple[Classifier, Loader, list[str]]:
+    """Collective: return the network, this rank's batches of `split`, normalised as in training, and all notes."""
     data, (config, notes) = trained.state["data"], cap_workers(trained.config, world)
-    return build_split_loader(config, (data["mean"], data["std"]), world, split, training=False), notes
+    loader = build_loader(config, (data["mean"], data["std"]), world, split, training=False)
+    classifier = load_classifier(trained, world)
+    return classifier, loader, [*trained.notes, *notes, *classifier.plan.notes]
+
+
+def find_unreadable(loader: Loader, split: Split, world: World) -> dict[str, str]:
+    """Collective: return {file: reason} of the files that could not be read. Raises `DataError` if these are all."""
+    unreadable = gather_unreadable(world, loader)
+    if len(unreadable) == len(split.labels):
+        raise DataError(f"not one of {len(unreadable)} images can be read: {describe_unreadable(unreadable)}")
+    return unreadable

@@ -11,7 +11,6 @@ rates must equal the uninterrupted run's bit for bit, and starts that found a go
 import hashlib
 import os
 import random
-import shlex
 import shutil
 import signal
 import subprocess
@@ -24,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.common import add_count, new_parser, path_argument, seconds
+from tools.common import above_zero, add_count, new_parser, path_argument
 from tools.runs import read_records
 from utils.config import load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import torchrun_here
 from utils.errors import ExpectedError, exit_in_a_line
-from utils.program import TRAIN, command
+from utils.program import TRAIN
 from utils.run.config import MEASURED
 
 METRICS = "metrics.jsonl"
@@ -48,9 +47,8 @@ class RunCommand:
     timeout: float  # seconds after which a start counts as hanging
 
     def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Any:
-        """Start the run; return its `subprocess.Popen`, or an object with the same `poll`, `wait` and `returncode`.
-
-        Its processes, orphans too, are identified by their standard output."""
+        """Start the run; return its `subprocess.Popen`, or an object with the same `poll`, `wait` and `returncode`. Its
+        processes, orphans too, are identified by their standard output."""
         rendezvous = folder.with_name(f"{folder.name}.rendezvous")
         rendezvous.unlink(missing_ok=True)  # from the previous start, whose ranks are dead
         launcher, more = torchrun_here(self.nproc, rendezvous) if self.nproc > 1 else ([sys.executable], {})
@@ -63,10 +61,10 @@ class Attempt:
     """One start of the run. Leaving the `with` block kills all of its processes."""
 
     def __init__(self, job: RunCommand, folder: Path) -> None:
-        self.folder, self.deadline, self.log = folder, time.monotonic() + job.timeout, output_of(folder)
-        self.status_file = folder.with_name(f"{folder.name}.status")
+        self.folder, self.log = folder, folder.with_name(f"{folder.name}.output")
+        self.deadline = time.monotonic() + job.timeout
+        self.status_file, self.starts_before = folder.with_name(f"{folder.name}.status"), starts_of(folder)
         self.status_file.unlink(missing_ok=True)
-        self.starts_before = starts_of(folder)
         self.process = job.start(folder, os.environ | {"TRAIN_EXIT_STATUS_FILE": str(self.status_file)}, self.log)
 
     def wait_until(self, reached: Callable[[], bool], pause: float = 0.001) -> bool:
@@ -111,8 +109,7 @@ class Attempt:
 
 
 def compare(uninterrupted: Path, killed: Path) -> list[str]:
-    """Return the differences between two finished runs, at most 20: in records without measurements, in the newest
-    checkpoint, and in the best weights."""
+    """Return up to 20 differences of two finished runs: in records, the newest checkpoint and the best weights."""
     from utils.run.checkpoint import newest_good, read_checkpoint
 
     sides = []
@@ -149,14 +146,9 @@ def starts_of(folder: Path) -> list[dict[str, Any]]:
     return read_records(folder / METRICS, "start", "resume")
 
 
-def output_of(folder: Path) -> Path:
-    """Return the file with the output of the run in `folder`."""
-    return folder.with_name(f"{folder.name}.output")
-
-
 def find_processes(folder: Path) -> list[int]:
     """Return every living process of the run in `folder`, from /proc."""
-    output, found = os.path.realpath(output_of(folder)), []
+    output, found = os.path.realpath(folder.with_name(f"{folder.name}.output")), []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # also of a zombie
             if os.readlink(entry / "fd/1") == output:
@@ -188,9 +180,8 @@ def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) ->
 
 
 def train_and_kill(job: RunCommand, folder: Path, delay: float | None, generator: random.Random) -> str:
-    """Start the run, kill it after `delay` seconds or not at all (None), in 40 % of all cases as soon as it writes a
-    checkpoint; return in what it was killed, "" if it has finished. `ExpectedError` if it fails or ignores a good
-    checkpoint."""
+    """Start the run; kill it after `delay` seconds, in 40 % of all cases when it then writes a checkpoint; return in
+    what it was killed, "" if it has finished. `ExpectedError` if it fails or ignores a good checkpoint."""
     from utils.run.checkpoint import newest_good
 
     killed, has_checkpoint = False, newest_good(folder / "checkpoints")[0] is not None
@@ -215,24 +206,22 @@ def train_and_kill(job: RunCommand, folder: Path, delay: float | None, generator
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the verdict; return the exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
     parser = new_parser("verify_resume", __doc__, "0 equal; 1 different, hanging or failing; 2 usage. Needs Linux.")
     add_config_arguments(parser, config="quickstart")
     add_count(parser, "--kills", 5, "number of interruptions")
     add_count(parser, "--nproc", 1, "processes, started by torchrun")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of the random choices")
-    parser.add_argument("--timeout", type=seconds, default=1800.0, help="seconds of one start (default: %(default)g)")
+    parser.add_argument("--timeout", type=above_zero, default=1800.0, help="seconds of a start (default: %(default)g)")
     parser.add_argument("--work-dir", type=path_argument, help="folder for the runs (default: a temporary one)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     settings = ["log_to_screen=true", "log_to_tensorboard=false", "save_checkpoint=true", "deterministic=true"]
     settings += options.set  # the last one wins
     load_config(options.yaml_config, options.config, settings)
-    train = [f"--config={options.config}", f"--yaml_config={options.yaml_config}"]
-    train += [f"--set={setting}" for setting in settings]
+    block = f"--config={options.config}", f"--yaml_config={options.yaml_config}"
     work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
-    job, generator = RunCommand(train, options.nproc, options.timeout), random.Random(options.seed)
+    job = RunCommand([*block, *(f"--set={setting}" for setting in settings)], options.nproc, options.timeout)
     try:
-        differences = verify(job, options.kills, generator, work)
+        differences = verify(job, options.kills, random.Random(options.seed), work)
     except ExpectedError as error:
         differences = [f"the runs could not be compared: {error}"]
     if differences:
@@ -240,8 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         shutil.rmtree(work)
         print("verdict: EQUAL: weights, optimizer, random states, metrics.jsonl and learning rates, bit by bit")
-    seed = "" if any(argument.startswith("--seed") for argument in arguments) else f" --seed {options.seed}"
-    print(f"repeat with: {command('verify_resume')} {shlex.join(arguments)}{seed}")
+    print(f"to repeat it: --seed={options.seed}")
     return int(bool(differences))
 
 

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +17,12 @@ import torch
 from PIL import Image
 
 from tests.conftest import CIFAR100, ROOT
-from tests.processes import make_command
-from tests.system.slurm.cluster import SlurmCluster, why_not
+from tests.processes import make_command, run_job
 from tools.doctor import __main__ as doctor
 from tools.doctor import burn_in, fingerprints, gpus, hardware, machine, measured
 from tools.doctor.burn_in import judge_rounds
 from tools.doctor.findings import LEVELS, Finding, Record, compare_fingerprints, compare_records, render
 from utils.config import load_config
-from utils.distributed.launch import torchrun_here
 from utils.distributed.world import World
 from utils.errors import ConfigError
 
@@ -55,9 +52,10 @@ def test_a_healthy_machine_passes(capsys, tmp_path, monkeypatch):
 
 def test_missing_data_fails_with_the_command_that_downloads_it(tmp_path):
     finding = machine.check_data(load_config(CIFAR100, "bs128", [f"data_path={tmp_path}"]))
-    fetch = f"python -m tools.prepare_data --dataset cifar100 --data_path {tmp_path}"
-    assert (finding.level, finding.message) == ("fail", f"CIFAR-100 is not in {tmp_path}")
-    assert finding.remedy == f"{fetch} (without a network: --from ARCHIVE)"
+    fetch = (
+        f"python -m tools.prepare_data --dataset cifar100 --data_path {tmp_path} (without a network: --from ARCHIVE)"
+    )
+    assert finding == Finding("data", "fail", f"CIFAR-100 is not in {tmp_path}", fetch)
     config = load_config(CIFAR100, "default", ["dataset=imagefolder", f"data_path={tmp_path}"])
     assert "data_path=DIR" in machine.check_data(config).remedy
     for split in ("train", "val"):
@@ -71,8 +69,7 @@ def test_full_unwritable_or_slow_disk(monkeypatch, tmp_path):
     assert machine.check_disk(tmp_path, needed=2**62).level == "fail"
     unwritable = machine.check_disk(Path("/proc/not/there"))
     assert unwritable.level == "fail" and "/proc: cannot be written" in unwritable.message
-    times = iter((0.0, 2.0))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(time, "perf_counter", iter((0.0, 2.0)).__next__)
     assert machine.check_disk(tmp_path).level == "warn"
 
 
@@ -178,26 +175,19 @@ def answer(value):
     return Mock(side_effect=value) if isinstance(value, Exception) else lambda *_: value
 
 
-def mocked_nvml(**changes):
+def mocked_nvml(links=(1, 1), corrected=0, uncorrected=0, **changes):
     """The module pynvml with one healthy GPU. Values that an older GPU does not report are errors in `changes`."""
     answers = {
         "Name": "NVIDIA H200", "UUID": "GPU-1", "RemappedRows": (0, 0, 0, 0), "CurrentClocksEventReasons": 0x5,
-        "PowerManagementLimit": 700_000, "PowerManagementDefaultLimit": 700_000, "Temperature": 31,
-        "Count": 1,
+        "PowerManagementLimit": 700_000, "PowerManagementDefaultLimit": 700_000, "Temperature": 31, "Count": 1,
     }  # fmt: skip
-    links = changes.pop("links", (1, 1))
-    errors = [changes.pop("corrected", 0), changes.pop("uncorrected", 0)]
-
-    def link_state(handle, link):
-        if link >= len(links):
-            raise NvmlError("Invalid Argument")
-        return links[link]
-
+    no_link = answer(NvmlError("Invalid Argument"))
     return SimpleNamespace(
         NVMLError=NvmlError, NVML_VOLATILE_ECC=0, NVML_MEMORY_ERROR_TYPE_CORRECTED=0, NVML_NVLINK_MAX_LINKS=18,
         NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1, NVML_TEMPERATURE_GPU=0, nvmlInit=answer(None),
         nvmlDeviceGetHandleByIndex=lambda number: number,
-        nvmlDeviceGetTotalEccErrors=lambda handle, kind, counter: errors[kind], nvmlDeviceGetNvLinkState=link_state,
+        nvmlDeviceGetTotalEccErrors=lambda handle, kind, counter: (corrected, uncorrected)[kind],
+        nvmlDeviceGetNvLinkState=lambda handle, link: links[link] if link < len(links) else no_link(),
         **{f"nvmlDeviceGet{name}": answer(value) for name, value in (answers | changes).items()},
     )  # fmt: skip
 
@@ -322,7 +312,7 @@ def record(node, *rates, findings=(), device="H200", software=("torch", "2.14.1"
     return Record(device=device, software=dict([software]), findings=[*limits, *findings])
 
 
-def test_the_slow_node_is_named_with_its_value():
+def test_the_slow_node_is_named_with_its_value_and_one_with_fewer_devices():
     good = [record("a", 700.0, 705.0), record("b", 710.0, 708.0)]
     assert compare_records(good, good, "the median") == [
         Finding("comparison", "ok", "limits, bf16 TFLOP/s 700 to 710, the median 708, over 4")
@@ -331,9 +321,6 @@ def test_the_slow_node_is_named_with_its_value():
     slow = compare_records(two, two, "the median")
     assert [finding.where for finding in slow] == [f"b, cuda:{number}" for number in range(7)]
     assert slow[0].level == "fail" and slow[0].message == "limits, bf16 TFLOP/s 580, 83% of the median 700"
-
-
-def test_a_node_with_fewer_devices_is_named():
     seven, eight = record("b", *7 * [700.0]), record("a", *8 * [700.0])
     lost = compare_records([seven, eight], [seven, eight], "the median")[-1]
     assert (lost.level, lost.message, lost.where) == ("fail", "7 of 8 devices", "b")
@@ -355,19 +342,17 @@ def test_a_device_that_computes_differently_is_named():
     assert {finding.where for finding in compare_records([now], [other], "the baseline")} == {"n"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"device": "A100"}, "device A100 and H200"), ({"software": ("torch", "2.11.0")}, "torch 2.11.0 and 2.14.1")],
-)
-def test_different_devices_or_versions_are_refused(changes, message):
-    both = [record("a", 1.0), record("b", 1.0, **changes)]
-    with pytest.raises(ConfigError, match=f"the records of b and a cannot be compared: {message}"):
-        compare_records(both, both, "the median")
+def test_different_devices_or_versions_are_refused():
+    for changes, message in (
+        ({"device": "A100"}, "device A100 and H200"), ({"software": ("torch", "2.11.0")}, "torch 2.11.0 and 2.14.1")
+    ):  # fmt: skip
+        both = [record("a", 1.0), record("b", 1.0, **changes)]
+        with pytest.raises(ConfigError, match=f"the records of b and a cannot be compared: {message}"):
+            compare_records(both, both, "the median")
 
 
-@pytest.mark.parametrize("content", [None, "", '{"worst": "ok", "findings": 3}'])
-@pytest.mark.parametrize("option", ["--compare", "--baseline"])
-def test_a_damaged_record_is_an_error_in_one_line(content, option, tmp_path, capsys):
+@pytest.mark.parametrize(("option", "content"), [("--compare", '{"worst": "ok", "findings": 3}'), ("--baseline", None)])
+def test_a_missing_or_damaged_record_is_an_error_in_one_line(content, option, tmp_path, capsys):
     if content is not None:
         (tmp_path / "a.json").write_text(content)
     assert doctor.main([option, str(tmp_path / "a.json")]) == 2
@@ -396,14 +381,9 @@ def test_exit_status_and_last_line_give_the_worst_level(level, status, capsys, m
 
 
 def test_output_merges_equal_findings_names_places_and_counts_what_did_not_run():
-    findings = [
-        Finding("disk", "ok", "fine", where="a"),
-        Finding("disk", "ok", "fine", where="b"),
-        Finding("data", "fail", "missing", "fetch it", where="a"),
-        Finding("data", "fail", "missing", "fetch it", where="b, rank 3"),
-        Finding("dcgm", "ok", "not run: no dcgmi on PATH"),
-    ]
-    assert render(findings) == [
+    findings = [Finding("disk", "ok", "fine", where=where) for where in "ab"]
+    findings += [Finding("data", "fail", "missing", "fetch it", where) for where in ("a", "b, rank 3")]
+    assert render([*findings, Finding("dcgm", "ok", "not run: no dcgmi on PATH")]) == [
         "ok    disk           fine  [2 alike]",
         "fail  data           missing  [a, b, rank 3]",
         "                     -> fetch it",
@@ -415,10 +395,9 @@ def test_output_merges_equal_findings_names_places_and_counts_what_did_not_run()
 
 def test_the_names_of_failing_nodes_are_written_for_srun(tmp_path, capsys):
     bad = [Finding("pcie", "fail", "x4", "look", where) for where in ("c, rank 1", "b")]
-    for name, findings in (("good", []), ("bad", bad)):
-        (tmp_path / name).write_text(record("a", findings=findings).model_dump_json())
     written = tmp_path / "failing"
-    for name, status, content in (("good", 0, "\n"), ("bad", 2, "b,c\n")):
+    for name, findings, status, content in (("good", [], 0, "\n"), ("bad", bad, 2, "b,c\n")):
+        (tmp_path / name).write_text(record("a", findings=findings).model_dump_json())
         assert doctor.main(["--compare", str(tmp_path / name), "--failing-nodes", str(written)]) == status
         assert written.read_text() == content
     assert doctor.main(["--failing-nodes", str(tmp_path / "absent/file")]) == 2
@@ -438,52 +417,18 @@ def test_nodes_starts_one_process_per_node_with_srun(tmp_path, monkeypatch, capf
     assert capfd.readouterr().out.strip() == command
 
 
-@pytest.mark.slurm
-def test_srun_excludes_the_nodes_that_fail_on_a_real_cluster(tmp_path):
-    if reason := why_not():
-        pytest.skip(reason)
-    make_command(tmp_path, "dmesg", """[[ $SLURMD_NODENAME != node2 ]] || echo 'NVRM: Xid (PCI:0000:3b:00): 79, x'""")
-    # the nodes share this machine's cores, so their rates differ by chance
-    (tmp_path / "sitecustomize.py").write_text("from tools.doctor import findings; findings.SLOW = 1000.0")
-    job = tmp_path / "job.sh"
-    job.write_text(f"""#!/bin/bash
-{sys.executable} -m tools.doctor --nodes --failing-nodes failing --config=quickstart --set=device=cpu --run-dir=.
-srun --nodes=1 --exclude="$(cat failing)" hostname
-echo >nobody
-srun --nodes=2 --exclude="$(cat nobody)" hostname
-""")
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, SlurmCluster(Path(folder), 2) as cluster:
-        options = ("--nodes=2", "--overcommit", f"--output={tmp_path}/log")
-        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-        number = cluster.submit(job, options=options, cwd=tmp_path, **environment)
-        cluster.wait(number, 120)
-    log = (tmp_path / "log").read_text()
-    assert (tmp_path / "failing").read_text() == "node2\n", log
-    assert re.search(r"^fail  gpu faults .*\[node2\]$", log, re.MULTILINE), log
-    assert log.splitlines()[-3] == "node1" and sorted(log.splitlines()[-2:]) == ["node1", "node2"], log
+def check_with_a_slow_rank(folder):
+    """Check as a rank of which the second is slow; its other measurements are its own."""
+    measure, rate = measured.measure_limits, 0.4 if os.environ["RANK"] == "1" else 1.0
+    measured.measure_limits = lambda *a: measure(*a) | {"product float32, TFLOP/s": SimpleNamespace(values=[rate])}
+    return doctor.main(["--config", "quickstart", "--set", "device=cpu", "--run-dir", folder])
 
 
-SLOWED = """
-import os, sys
-from types import SimpleNamespace
-from tools.doctor import __main__ as doctor, measured
-
-measure, rate = measured.measure_limits, 0.4 if os.environ["RANK"] == "1" else 1.0
-measured.measure_limits = lambda *a: measure(*a) | {"product float32, TFLOP/s": SimpleNamespace(values=[rate])}
-sys.exit(doctor.main(["--config", "quickstart", "--set", "device=cpu", "--run-dir", sys.argv[1]]))
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun_the_slowed_rank_is_named(tmp_path):
-    (tmp_path / "slowed.py").write_text(SLOWED)
-    start, rendezvous = torchrun_here(3, tmp_path / "rendezvous")
-    environment = os.environ | rendezvous | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*start, str(tmp_path / "slowed.py"), str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=200, check=False)
-    assert re.search(r"^fail  comparison .* 0\.4, 40% of the median 1  \[rank 1\]$", done.stdout, re.MULTILINE)
-    assert all(f"\nok    {check}" in done.stdout for check in ("versions", "all-reduce"))
-    assert done.stdout.splitlines()[-1].startswith("fail:") and done.returncode != 0
+def test_of_several_ranks_the_slow_one_is_named(tmp_path):
+    first, *others = run_job(tmp_path / "job", 3, check_with_a_slow_rank, str(tmp_path))
+    assert re.search(r"^fail  comparison .* 0\.4, 40% of the median 1  \[rank 1\]$", first.output, re.MULTILINE)
+    assert all(f"\nok    {check}" in first.output for check in ("versions", "all-reduce"))
+    assert first.output.splitlines()[-1].startswith("fail:") and [rank.status for rank in others] == [2, 2]
 
 
 def test_help_imports_no_torch_and_bad_usage_exits_with_2(capsys):
@@ -539,14 +484,12 @@ def test_a_short_burn_in_on_this_machine(tiny, one_rank, monkeypatch):
 # Container recipes
 
 
-def python(code, folder=ROOT):
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
-def test_container_recipes_require_the_same_torch_as_the_project(tmp_path):
-    minimum = ".".join(map(str, machine.MINIMUM_TORCH))
-    assert f'"torch>={minimum}"' in (ROOT / "pyproject.toml").read_text()
+def test_container_recipes_need_what_the_project_needs_and_take_no_data_runs_or_history(tmp_path):
+    def python(code, folder=ROOT):
+        return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+
+    minimum, declared = ".".join(map(str, machine.MINIMUM_TORCH)), (ROOT / "pyproject.toml").read_text()
     recipes = [(ROOT / name).read_text() for name in ("deploy/Dockerfile", "deploy/apptainer.def")]
     assert len({base for recipe in recipes for base in re.findall(r"BASE=(\S+:\S+)", recipe)}) == 1
     for name in re.findall(r"^    (\S+) /opt/check/\1$", recipes[1], re.MULTILINE):
@@ -557,13 +500,9 @@ def test_container_recipes_require_the_same_torch_as_the_project(tmp_path):
         done = python(code, folder)
         assert done.returncode == 0 and done.stdout.startswith("torch "), done.stderr
         assert python(f"from tools.doctor import machine; machine.MINIMUM_TORCH = (99, 0); {code}").returncode == 1
-
-
-def test_container_recipes_install_the_declared_dependencies_and_no_data_runs_or_history():
-    assert 'pip install --no-cache-dir ".[report]"' in (ROOT / "deploy/Dockerfile").read_text()
-    (code,) = re.findall(r"python -c '([^']*)'", (ROOT / "deploy/apptainer.def").read_text())
+    assert 'pip install --no-cache-dir ".[report]"' in recipes[0]
+    (code,) = re.findall(r"python -c '([^']*)'", recipes[1])
     found = python(code.replace("\\\n", "")).stdout.splitlines()
-    declared = (ROOT / "pyproject.toml").read_text()
-    assert len(found) >= 9 and "torch>=2.11" in found and all(f'"{line}"' in declared for line in found)
+    assert len(found) >= 9 and f"torch>={minimum}" in found and all(f'"{line}"' in declared for line in found)
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".git", ".venv", "data", "**/expts", "**/__pycache__"} <= set(ignored)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,17 +23,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torc
 
 
 @pytest.fixture(scope="module")
-def image_batch(tmp_path_factory):
+def image_batch():
     """Pixels and labels of the two batches that the tiny run validates on."""
-    valid = load_dataset("shapes", tmp_path_factory.mktemp("no files"), download=False).valid
+    valid = load_dataset("shapes", Path(), download=False).valid
     chosen = spread_over_classes(valid.labels, 200)
     return torch.from_numpy(valid.images[chosen]), torch.from_numpy(valid.labels[chosen])
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"ema_decay": 0.8, "limit_train_batches": 80}, {"enable_nhwc": True, "opt_level": "O2", "loss_scale": 128.0}],
-    ids=["the model", "its average", "O2"],
+    [{"ema_decay": 0.8, "limit_train_batches": 80}, {"enable_nhwc": True, "opt_level": "O2", "loss_scale": 128.0}],
+    ids=["the average", "O2"],
 )
 def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_path, image_batch, changes, capsys):
     Trainer(tiny(**{"limit_train_batches": 40} | changes), one_rank, tmp_path, "tiny", "auto").train()

@@ -90,10 +90,20 @@ def test_wrong_folders_are_named(arguments, message, folders, tmp_path, monkeypa
     assert message in error and error.count("\n") == 1 and not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--shards=x", "--dataset=cifar10"], ["--dataset=cifar10"]])
-def test_options_that_do_not_fit_are_refused(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected either --dataset and --data_path, or --shards"),
+        (["--shards=x", "--dataset=cifar10"], "expected either"),
+        (["--dataset=cifar10"], "expected either"),
+        (["--shards=x", "--images_per_shard=5"], "--images_per_shard needs --shards and --from"),
+        (["--dataset=cifar10", "--data_path=x", "--from=y", "--images_per_shard=5"], "--images_per_shard needs"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         prepare_data.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def cut_between_members(path):

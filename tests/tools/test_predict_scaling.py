@@ -8,20 +8,12 @@ import pytest
 
 from tests.conftest import CIFAR100, ROOT
 from tools import predict_scaling
-from tools.predict_scaling import Cluster, Step, all_reduce, expected_maximum, layer_costs, main, make_buckets
+from tools.predict_scaling import Cluster, Step, all_reduce, main
 from utils.config import load_config
 
 FREE = Cluster(8, math.inf, math.inf, 0, 0, 0, memory=math.inf, interference=0, noise=0, floor=0)
 STEP = Step(seconds=0.3, batch=64, buckets=[(10_000_000, 0.5), (10_000_000, 1.0)])
 PAGE = (ROOT / "results/reference/forecasts.md").read_text("utf-8")
-
-
-def test_expected_maximum_of_normals():
-    closed = {1: 0, 2: 1 / math.sqrt(math.pi), 3: 1.5 / math.sqrt(math.pi)}
-    closed[4] = 6 / math.pi**1.5 * math.atan(math.sqrt(2))  # https://oeis.org/A243453
-    for count, value in closed.items():
-        assert expected_maximum(count) == pytest.approx(value, abs=1e-4)
-    assert expected_maximum(1000) == pytest.approx(3.2414, abs=1e-3)  # tables of normal order statistics
 
 
 def test_all_reduce_takes_the_slower_stage_and_the_better_algorithm():
@@ -30,13 +22,6 @@ def test_all_reduce_takes_the_slower_stage_and_the_better_algorithm():
     assert all_reduce(1e8, 8, machine) == pytest.approx(1e8 / 10e9 + 20e-6 + 6e-6), "ring between two nodes"
     assert all_reduce(100, 4 * 256, machine) == pytest.approx(2 * (100 / 10e9 + 8 * 10e-6) + 6e-6, rel=1e-3), "tree"
     assert all_reduce(1e9, 8, machine._replace(inter=1e12)) == pytest.approx(2 * 3 / 4 * 1e9 / 100e9 + 20e-6 + 6e-6)
-
-
-def test_buckets_close_when_full_in_backward_order():
-    mega = 2**20
-    layers = [(10 * mega, 1.0), (20 * mega, 1.0), (30 * mega, 1.0), (2 * mega, 1.0)]
-    assert make_buckets(layers) == [(2 * mega, 0.25), (30 * mega, 0.5), (30 * mega, 1.0)]
-    assert make_buckets([(mega // 2, 1.0)]) == [(mega // 2, 1.0)]
 
 
 def test_a_perfect_machine_scales_perfectly_and_each_cost_appears_by_itself():
@@ -49,23 +34,6 @@ def test_a_perfect_machine_scales_perfectly_and_each_cost_appears_by_itself():
     assert STEP.predict(2, FREE._replace(memory=1e9, copies=6), 64) == pytest.approx(0.3 + 6 * 2e7 / 1e9)
     assert STEP.predict(64, FREE._replace(floor=0.01), 1) == 0.01, "strong scaling ends at the floor"
     assert STEP.predict(1, Cluster(), 64) == 0.3
-
-
-def test_backward_hides_all_but_the_last_bucket():
-    slow = FREE._replace(intra=1e9)
-    each = 2 * 7 / 8 * 1e7 / 1e9  # seconds of a bucket
-    assert STEP.predict(8, slow, 64) == pytest.approx(0.3 + each)
-    # half of the all-reduce's time passes before the computing beside it is done: 0.2 s of backward are left
-    assert STEP.predict(8, slow._replace(interference=1.0), 64) == pytest.approx(0.3 + each / 2 + each)
-    bound = FREE._replace(intra=1e8)
-    assert STEP.predict(8, bound, 64) == pytest.approx(0.1 + 0.1 + 20 * each), "bound by communication"
-
-
-def test_costs_of_the_networks_are_as_published():
-    layers = layer_costs("resnet50-imagenet")
-    assert sum(size for size, _ in layers) == 4 * 25_557_032
-    assert sum(cost for _, cost in layers) == pytest.approx(4.09e9, rel=0.01)  # multiplications for 224 pixels
-    assert sum(size for size, _ in layer_costs("resnet50-cifar")) == 4 * 23_712_932
 
 
 def test_every_input_that_varies_widens_the_interval():

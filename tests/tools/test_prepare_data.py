@@ -55,13 +55,6 @@ def test_an_official_archive_is_unpacked_and_verified(tiny, tmp_path, capsys):
         assert capsys.readouterr().out.endswith(f"{folder}: {version.title} is {when} there, verified\n")
 
 
-@pytest.mark.parametrize("use", [["--shards=x"], ["--dataset=cifar10", "--data_path=x", "--from=y"]])
-def test_the_size_of_shards_that_are_not_made_is_a_usage_error(use, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        prepare_data.main([*use, "--images_per_shard=5"])
-    assert "--images_per_shard needs --shards and --from" in capsys.readouterr().err
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 

@@ -49,8 +49,8 @@ def write_report(
     path: Path | None, command: str, config: Config, world: World, results: Mapping[str, Any],
     plans: Mapping[str, Any] | None = None, **environment: Any,
 ) -> None:  # fmt: skip
-    """Write a report that `tools.bench.reports` can read; only on the main rank, and if there is a path. `plans`: of
-    each case that trains; `environment`: values that differ from this process's."""
+    """Write a report, only on the main rank and if there is a path. `plans`: of each case that trains; `environment`:
+    values that differ from this process's."""
     if path is not None and world.is_main:
         environment = describe_environment(world.device, world.world_size) | environment
         report = {"bench": command, "config": config.model_dump(mode="json"), "plans": plans, "results": results}
@@ -81,12 +81,9 @@ Case = Callable[[], Mapping[str, float]]  # runs a trial: {quantity: value}
 
 
 def measure(cases: Mapping[str, Case], trials: int, *, warm_up: int = 1, skip: bool = True) -> Iterator[Results]:
-    """Run every case `warm_up` times, then `trials` times that count; after each of these yield all values so far.
-
-    Trials are interleaved, one of each case after the other, so that a machine that becomes slower affects all cases
-    alike. `skip`: name and skip a case whose first trial raises `ConfigError` or lacks a package, unless it is the
-    only one left.
-    """
+    """Run every case `warm_up` times, then `trials` times that count, one case after the other, so that a machine that
+    becomes slower affects all alike; after each of these yield all values so far. `skip`: name and skip a case whose
+    first trial raises `ConfigError` or lacks a package, unless it is the only one left."""
     seen = {name: list[Mapping[str, float]]() for name in cases}
     for trial in range(-warm_up, trials):
         started = time.monotonic()

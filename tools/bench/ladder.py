@@ -41,6 +41,7 @@ COLUMNS = ("rung", "full, images/s", "speed-up", "step only", "loader only", "TF
 TOLERANCE = 5  # percent; a rung that is slower by more is a regression
 # A step moves at least this: each stored activation and its gradient is written once and read once.
 TRAFFIC_PER_ACTIVATION = 4
+Row = Mapping[str, common.Trials]  # {quantity or limit: its trials}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +93,7 @@ def read_rung(yaml_config: Path, name: str, settings: Sequence[str]) -> Config:
     return load_config(yaml_config, block, [*settings, *switches])
 
 
-def per_image(config: Config, world: World, limits: Mapping[str, common.Trials]) -> dict[str, float]:
+def per_image(config: Config, world: World, limits: Row) -> dict[str, float]:
     """Return a training step's "flops" and "bytes" per image, and "limit", the measured TFLOP/s in its precision."""
     precision = make_plan(config, world).precision
     shape = open_dataset(config, world).train.image_shape
@@ -107,9 +108,7 @@ def per_image(config: Config, world: World, limits: Mapping[str, common.Trials])
     return {"flops": flops, "bytes": moved, "limit": limit}
 
 
-def evaluate(
-    samples: Mapping[str, common.Trials], image: Mapping[str, float], limits: Mapping[str, common.Trials]
-) -> dict[str, Any]:
+def evaluate(samples: Row, image: Mapping[str, float], limits: Row) -> dict[str, Any]:
     """Return the trials with TFLOP/s and the fractions of the hardware limits."""
     tflops, gigabytes = (samples["full"].median * amount for amount in (image["flops"] / 1e12, image["bytes"] / 1e9))
     shares = tflops / image["limit"], gigabytes / limits["memory, GB/s"].median
@@ -129,8 +128,7 @@ def show(results: Mapping[str, Mapping[str, Any]], device: str) -> None:
 
 
 def draw_bars(axes: Any, rates: Mapping[str, Mapping[str, float]], title: str) -> None:
-    """Draw a bar of each rung's median images/s, the first on top, with its spread and its speed relative to the
-    first."""
+    """Draw a bar of each rung's median images/s, with its spread and its speed relative to the first."""
     medians = [sample["median"] for sample in rates.values()]
     spread = [[s["median"] - s["min"] for s in rates.values()], [s["max"] - s["median"] for s in rates.values()]]
     bars = axes.barh(list(rates), medians, xerr=spread, color=COLOURS[0], height=0.65, capsize=3)
@@ -140,11 +138,8 @@ def draw_bars(axes: Any, rates: Mapping[str, Mapping[str, float]], title: str) -
     axes.set(xlabel="images/s", title=title, xlim=(0, 1.25 * max(medians)))
 
 
-def read_baseline(
-    path: Path, environment: Mapping[str, Any], configs: Mapping[str, Config]
-) -> dict[str, dict[str, float]]:
-    """Return {rung of `configs`: {"median", "min", "max"}} of an earlier report. Raises `ConfigError` if it is not
-    comparable."""
+def read_baseline(path: Path, environment: dict[str, Any], configs: dict[str, Config]) -> dict[str, dict[str, float]]:
+    """Return {rung: {"median", "min", "max"}} of an earlier report; `ConfigError` if it is not comparable."""
     report = read_report(path)
     before, (rungs, saved) = report["environment"], (report["results"].get(key, {}) for key in ("rungs", "configs"))
     found = {name: rungs[name]["full"] for name in configs if name in rungs}
@@ -158,17 +153,13 @@ def read_baseline(
     return found
 
 
-def compare_with_baseline(
-    results: Mapping[str, Mapping[str, Any]], baseline: Mapping[str, Mapping[str, float]]
-) -> list[str]:
+def compare_with_baseline(results: dict[str, dict[str, Any]], baseline: dict[str, dict[str, float]]) -> list[str]:
     """Return a line for each rung of the baseline, with REGRESSION at its end if its median fell by more than TOLERANCE
     percent and all its trials are slower than all earlier ones, or it was skipped."""
-    lines = []
-    for name, before in baseline.items():
-        change, regression = "skipped now", True
-        if name in results:
-            now = results[name]["full"]
-            percent = 100 * (now.median / before["median"] - 1)
-            change, regression = f"{percent:+.1f} %", percent < -TOLERANCE and max(now.values) < before["min"]
-        lines.append(f"{name}: {change} against the baseline{': REGRESSION' if regression else ''}")
-    return lines
+    lines = [f"{name}: skipped now: REGRESSION" for name in baseline if name not in results]
+    for name in baseline.keys() & results.keys():
+        now, before = results[name]["full"], baseline[name]
+        percent = 100 * (now.median / before["median"] - 1)
+        slower = percent < -TOLERANCE and max(now.values) < before["min"]
+        lines.append(f"{name}: {percent:+.1f} % against the baseline{': REGRESSION' if slower else ''}")
+    return sorted(lines)

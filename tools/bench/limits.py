@@ -36,8 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def measure_limits(world: World, trials: int, beginnings: tuple[str, ...] = ("",)) -> dict[str, common.Trials]:
-    """Collective: return each limit by name and unit, of those with these beginnings of a name; TFLOP/s count a
-    multiply-add as two."""
+    """Collective: return {name with unit: limit} for these beginnings; TFLOP/s count a multiply-add as two."""
     device, cuda, results = world.device, world.device.type == "cuda", dict[str, common.Trials]()
 
     def measure(name: str, amount: float, action: Callable[[], object]) -> None:

@@ -74,8 +74,7 @@ def loader_trial(
 
         def timed(batches: Iterator[Batch]) -> Iterator[Batch]:
             while True:
-                before = time.perf_counter()
-                batch = next(batches)
+                before, batch = time.perf_counter(), next(batches)
                 waits.append(time.perf_counter() - before)
                 yield batch
 

@@ -4,13 +4,10 @@
     python -m tools.bench record --config=cifar100-cpu --against cifar100-cpu+lr=0.05+cutout_size=8 --out DIR
 
 Each seed is one train.py, without checkpoints and TensorBoard files. Its seconds are of the command, from start to end;
-of the run, from the first batch to the end of the validation that reached the target, with compilation and validations;
-and of training, only the steps, at the throughput of all log points but the first: compare these with results that
-exclude start-up, compilation and validation.
-
-`--against` also trains each seed with other settings, one run after the other, so that a machine that becomes slower
-does not look like a gain, and compares accuracies and times seed by seed. The same command resumes, and adds seeds or
-configurations, if settings, code (the newest commit outside results/), versions and device are the same.
+of the run, from the first batch to the end of the validation that reached the target; and of training, only the steps,
+at the throughput of all log points but the first. `--against` also trains each seed with other settings, one run after
+the other, and compares seed by seed. The same command resumes, and adds seeds or configurations, if settings, code (the
+newest commit outside results/), versions and device are the same.
 """
 
 import argparse
@@ -25,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +57,11 @@ def run(options: argparse.Namespace) -> int:
         block, *own = name.split("+")
         settings[name] = [*options.set, *own, "save_checkpoint=false", "log_to_tensorboard=false"]
         folders[name] = out / re.sub(r"[^\w.=-]+", "-", name) if options.against else out
-        if (config := load_config(options.yaml_config, block, settings[name])) in configs.values():
-            raise ConfigError(f"--against {name}: has the settings of another configuration; give others")
-        configs[name] = config
-    for seed in range(options.first_seed, options.first_seed + options.seeds):
-        for name, config in configs.items():
-            if (folders[name] / f"seed-{seed}").exists():
-                continue
+        configs[name] = load_config(options.yaml_config, block, settings[name])
+    for seed, name in product(range(options.first_seed, options.first_seed + options.seeds), configs):
+        if not (folders[name] / f"seed-{seed}").exists():
             make_folder(folders[name])
-            now = describe_environment(choose_device(config.device, 0), 1)
+            now = describe_environment(choose_device(configs[name].device, 0), 1)
             for other, folder in folders.items():
                 check_same(folder, other, configs[other], now)
             trial = run_seed(options.yaml_config, name.split("+")[0], [*settings[name], f"seed={seed}"], folders[name])

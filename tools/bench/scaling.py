@@ -21,7 +21,7 @@ from typing import Any
 
 from tools.bench import common
 from tools.bench.training import alone, build_measured, images_per_sec
-from tools.common import print_table, read_counts, write_json
+from tools.common import counts, print_table, write_json
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.launch import torchrun_here
@@ -38,13 +38,13 @@ ROUNDS = 3  # of alternating steps with and without communication
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_arguments(parser, config="bs128-opt", iters=60, warmup=20)
-    parser.add_argument("--nproc", default="1,2", metavar="N,M", help="numbers of processes (default: 1,2)")
+    parser.add_argument("--nproc", type=counts, default="1,2", metavar="N,M", help="processes (default: 1,2)")
     parser.add_argument("--mode", default=",".join(MODES), metavar="A,B", help=f"default: {','.join(MODES)}")
 
 
 def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
-    configs = configs_of(config, read_counts("--nproc", options.nproc), options.mode.split(","))
+    configs = configs_of(config, options.nproc, options.mode.split(","))
     threads = max(1, len(os.sched_getaffinity(0)) // max(processes for _, processes in configs))
     plans = dict[str, Any]()
     cases = {

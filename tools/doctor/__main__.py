@@ -23,17 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.common import check_writable, minutes, new_parser, path_argument, write_file
-from tools.doctor.findings import (
-    LEVELS,
-    Finding,
-    Record,
-    compare_fingerprints,
-    compare_records,
-    read_record,
-    render,
-    worst_level,
-)  # fmt: skip
+from tools.common import above_zero, check_writable, new_parser, path_argument, write_file
+from tools.doctor.findings import LEVELS, Finding, Record, compare_records, read_record, render, worst_level
 from utils.config import Config, load_config
 from utils.config.command_line import add_config_arguments
 from utils.errors import ConfigError, exit_in_a_line
@@ -110,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     help_text = "level of NVIDIA's dcgmi diag, if installed: 2 takes minutes, 1 seconds, 0: none (default: 2)"
     parser.add_argument("--dcgm", type=int, choices=(0, 1, 2), default=2, metavar="LEVEL", help=help_text)
     help_text = "train for MINUTES; watch rate, results, heat and faults"
-    parser.add_argument("--burn-in", type=minutes, metavar="MINUTES", help=help_text)
+    parser.add_argument("--burn-in", type=above_zero, metavar="MINUTES", help=help_text)
     return parser
 
 
@@ -135,10 +126,8 @@ def examine(options: argparse.Namespace, config: Config, world: "World") -> list
     if ranks_here == 1 and world.device.type == "cuda" and visible > 1:  # the only rank checks all GPUs
         places = {f"{name}, cuda:{number}": torch.device("cuda", number) for number in range(visible)}
     if options.burn_in is not None and len(places) > 1:
-        raise ConfigError(
-            f"--burn-in trains on one GPU of each process, {node} has {visible}; start it with torchrun "
-            f"--nproc_per_node={visible} -m tools.doctor"
-        )
+        remedy = f"start it with torchrun --nproc_per_node={visible} -m tools.doctor"
+        raise ConfigError(f"--burn-in trains on one GPU of each process, {node} has {visible}; {remedy}")
     findings = []
     if world.local_rank == 0:
         findings += machine.machine_checks(config, options.run_dir, ranks_here)
@@ -156,7 +145,7 @@ def examine(options: argparse.Namespace, config: Config, world: "World") -> list
         findings += gpus.gpu_checks()  # last: the GPUs are hot
     findings = [finding if finding.where else replace(finding, where=node) for finding in findings]
     findings = [finding for part in world.all_gather(findings) for finding in part]
-    findings += [*measured.compare_rates(findings), *compare_fingerprints(findings)]
+    findings += measured.compare_devices(findings)
     if world.world_size > 1:
         findings += measured.check_versions(world.all_gather((name, machine.software_versions())))
         findings.append(replace(measured.check_all_reduce(world), where=node if len(set(nodes)) == 1 else ""))

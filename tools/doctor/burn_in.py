@@ -6,7 +6,6 @@ the fixed network of fingerprints.py, whose result must not change, and reads se
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
 from functools import partial
 
 from tools.bench.common import time_action
@@ -48,17 +47,13 @@ def burn_in(config: Config, world: World, minutes: float) -> Finding:
     return judge_rounds((time.monotonic() - began) / 60, rates, fingerprints, readings)
 
 
-def judge_rounds(
-    minutes: float, rates: Sequence[float], fingerprints: Sequence[str], readings: Sequence[Mapping[str, float]]
-) -> Finding:
-    """Fail on a changed fingerprint, warn on a falling rate.
-
-    `rates`: images/s over all ranks in each round; `readings`: {name in metrics.jsonl: value after its training}.
-    """
+def judge_rounds(minutes: float, rates: list[float], prints: list[str], readings: list[dict[str, float]]) -> Finding:
+    """Fail on a changed fingerprint, warn on a falling rate. Of each round: `rates` in images/s over all ranks,
+    `readings` {name in metrics.jsonl: value after its training}."""
     quarter = max(1, len(rates) // 4)
     median, spread = statistics.median(rates), statistics.pstdev(rates) / statistics.mean(rates)
     drift = statistics.median(rates[-quarter:]) / statistics.median(rates[:quarter]) - 1
-    differing = sum(found != statistics.mode(fingerprints) for found in fingerprints)
+    differing = sum(found != statistics.mode(prints) for found in prints)
     extremes = [
         text.format(choose(values))
         for name, choose, text in EXTREMES

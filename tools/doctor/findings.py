@@ -123,13 +123,13 @@ def compare_records(records: Sequence[Record], others: Sequence[Record], referen
     findings = [one for one in findings if one.where in {each.where for each in mine}]  # the reference is not judged
     for name, values in read_figures(mine).items():
         findings += compare_values(name, values, known[name], reference) if name in known else []
-    counts, most = ([_count_devices(record) for record in some] for some in (records, others))
-    limit = max((number for counted in most for number in counted.values()), default=0)
-    lost = {node: number for counted in counts for node, number in counted.items() if number < limit}
-    for node, number in lost.items():
-        message = f"{number} of {limit} devices"
-        findings.append(Finding("comparison", "fail", message, "look for a lost GPU there", node))
-    return findings
+    most = max((number for record in others for number in _count_devices(record).values()), default=0)
+    return findings + [
+        Finding("comparison", "fail", f"{number} of {most} devices", "look for a lost GPU there", node)
+        for record in records
+        for node, number in _count_devices(record).items()
+        if number < most
+    ]
 
 
 def _count_devices(record: Record) -> Counter[str]:

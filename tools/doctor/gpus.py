@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from tools.doctor.findings import Finding, judge
@@ -53,43 +52,44 @@ def check_gpu(nvml: Any, number: int) -> list[Finding]:
         name = f"{ask(nvml.nvmlDeviceGetName) or 'GPU'} {number}"
         temperature = ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
         identity = f"{name} ({ask(nvml.nvmlDeviceGetUUID)}), {temperature} °C"
-        faults = [replace(fault, message=f"{identity}: {fault.message}") for fault in _find_faults(nvml, ask, name)]
+        faults = [
+            Finding("gpu health", level, f"{identity}: {message}", remedy)
+            for level, message, remedy in _find_faults(nvml, ask, name)
+        ]
     except nvml.NVMLError as error:
         remedy = "drain the node; reset or reboot it, and look for the Xid in the kernel's log"
         return [Finding("gpu health", "fail", f"GPU {number}: {error}", remedy)]
     return faults or [Finding("gpu health", "ok", identity)]
 
 
-def _find_faults(nvml: Any, ask: Callable[..., Any], name: str) -> Iterator[Finding]:
-    def fault(level: str, message: str, remedy: str) -> Finding:
-        return Finding("gpu health", level, message, remedy)
-
+def _find_faults(nvml: Any, ask: Callable[..., Any], name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (level, message, remedy)."""
     # since the driver was loaded
     if count := ask(nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC):
         remedy = "drain the node and reset the GPU; its recent results may be wrong"
-        yield fault("fail", f"{count} uncorrected memory errors", remedy)
+        yield "fail", f"{count} uncorrected memory errors", remedy
     if count := ask(nvml.nvmlDeviceGetTotalEccErrors, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, nvml.NVML_VOLATILE_ECC):
-        yield fault("warn", f"{count} corrected memory errors", "watch whether the number grows")
+        yield "warn", f"{count} corrected memory errors", "watch whether the number grows"
     _, uncorrected, pending, failed = ask(nvml.nvmlDeviceGetRemappedRows) or (0, 0, False, False)
     if failed:
-        yield fault("fail", "a faulty memory row cannot be replaced", "have the GPU replaced")
+        yield "fail", "a faulty memory row cannot be replaced", "have the GPU replaced"
     elif pending:
-        yield fault("warn", "a faulty memory row is replaced at the next reset", "reset the GPU: nvidia-smi -r")
+        yield "warn", "a faulty memory row is replaced at the next reset", "reset the GPU: nvidia-smi -r"
     elif uncorrected:
-        yield fault("warn", f"{uncorrected} memory rows were replaced", "have the GPU replaced if the number grows")
+        yield "warn", f"{uncorrected} memory rows were replaced", "have the GPU replaced if the number grows"
     reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
     if names := [reason for bit, reason in SLOWING.items() if reasons & bit]:
-        yield fault("fail", f"slowed down: {', '.join(names)}", "check the node's cooling and power")
+        yield "fail", f"slowed down: {', '.join(names)}", "check the node's cooling and power"
     limit, usual = ask(nvml.nvmlDeviceGetPowerManagementLimit), ask(nvml.nvmlDeviceGetPowerManagementDefaultLimit)
     if limit is not None and usual is not None and limit < usual:  # milliwatts
         remedy = f"nvidia-smi -pl {usual / 1000:.0f}, unless the site set it"
-        yield fault("warn", f"power limit {limit / 1000:.0f} W, default {usual / 1000:.0f} W", remedy)
+        yield "warn", f"power limit {limit / 1000:.0f} W, default {usual / 1000:.0f} W", remedy
     states = [ask(nvml.nvmlDeviceGetNvLinkState, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
     links = [state for state in states if state is not None]
     if down := [str(link) for link, up in enumerate(links) if not up]:
         unbridged = len(down) == len(links) and NEEDS_BRIDGE.search(name)
         remedy = "nvidia-smi nvlink -s; all-reduce is slower without them; normal for cards without a bridge"
-        yield fault("warn" if unbridged else "fail", f"of {len(links)} NVLinks down: {', '.join(down)}", remedy)
+        yield ("warn" if unbridged else "fail"), f"of {len(links)} NVLinks down: {', '.join(down)}", remedy
 
 
 def check_dcgm(level: int, visible: int, installed: int) -> Finding:

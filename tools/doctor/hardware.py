@@ -22,12 +22,8 @@ XID = re.compile(r"NVRM: Xid \(PCI:([\da-fA-F:.]+)\): (\d+)")
 
 def hardware_checks() -> list[Finding]:
     """Check this machine."""
-    return [
-        check_memory_errors(Path("/sys/devices/system/edac/mc")),
-        check_pcie(PCI_DEVICES),
-        check_infiniband(Path("/sys/class/infiniband")),
-        check_kernel_log(),
-    ]
+    memory, ports = Path("/sys/devices/system/edac/mc"), Path("/sys/class/infiniband")
+    return [check_memory_errors(memory), check_pcie(PCI_DEVICES), check_infiniband(ports), check_kernel_log()]
 
 
 def _count(file: Path) -> int:

@@ -26,11 +26,9 @@ def machine_checks(config: Config, run_dir: Path, local_ranks: int) -> list[Find
     return [
         check_installed_torch(),
         check_gpu_software(torch.version.cuda, torch.cuda.is_available(), driver_version(), config.device == "cuda"),
-        check_memory(Path("/proc/meminfo"), local_ranks),
-        check_disk(run_dir),
-        check_data(config),
+        check_memory(Path("/proc/meminfo"), local_ranks), check_disk(run_dir), check_data(config),
         check_names(os.environ),
-    ]
+    ]  # fmt: skip
 
 
 def software_versions() -> dict[str, str]:
@@ -60,8 +58,7 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def check_gpu_software(built_for: str | None, usable: bool, driver: str | None, wanted: bool) -> Finding:
-    """Check that PyTorch, built for a CUDA version, can use the GPU if there is a driver or the configuration needs a
-    GPU (`wanted`)."""
+    """Check that PyTorch can use the GPU if there is a driver or the configuration needs a GPU (`wanted`)."""
     cuda = f"CUDA {built_for}" if built_for else "torch without CUDA"
     message = f"{f'driver {driver}' if driver else 'no NVIDIA driver'}, {cuda}"
     if (driver or wanted) and not usable:

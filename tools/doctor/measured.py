@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from tools.bench.limits import ALL_REDUCE, measure_limits
-from tools.doctor.findings import Finding, compare_values, judge, read_figures
+from tools.doctor.findings import Finding, compare_fingerprints, compare_values, judge, read_figures
 from utils.distributed.world import World
 
 TRIALS = 3
@@ -30,14 +30,13 @@ def check_limits(device: torch.device) -> Finding:
     return replace(judge("limits", message, remedy, warn=free < 0.8 * total), figures=figures)
 
 
-def compare_rates(findings: Sequence[Finding]) -> list[Finding]:
-    """Compare devices by matrix products only: ranks that copy at the same time disturb each other."""
-    return [
-        finding
-        for name, values in read_figures(findings).items()
-        if name.endswith("TFLOP/s") and len(values) > 1
-        for finding in compare_values(name, values, values, "the median")
-    ]
+def compare_devices(findings: Sequence[Finding]) -> list[Finding]:
+    """Compare fingerprints, and rates of matrix products only: ranks that copy at the same time disturb each other."""
+    compared = compare_fingerprints(findings)
+    for name, values in read_figures(findings).items():
+        if name.endswith("TFLOP/s") and len(values) > 1:
+            compared += compare_values(name, values, values, "the median")
+    return compared
 
 
 def check_versions(versions: Sequence[tuple[str, Mapping[str, str]]]) -> list[Finding]:

@@ -10,6 +10,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,11 +37,8 @@ KEY_AND_EXTENSION = re.compile(r"((?:.*/|)[^./][^.]*)\.([^/]*)", re.DOTALL)
 
 def make_shards(folder: Path, source: Path, images_per_shard: int) -> str:
     """Write shards of the class folders in `source` to `folder`, which appears in one rename with its index; return a
-    summary.
-
-    The images' bytes are unchanged. They are assigned to shards at random, so that each shard has many classes, but by
-    the number of images only: equal folders give equal shards, byte by byte.
-    """
+    summary. Images are assigned to shards at random, so that each shard has many classes, but by the number of images
+    only: equal folders give equal shards, byte by byte."""
     dataset = open_folders("imagenet", source, image_size=1)  # with "imagenet" no image is read for statistics
     with name_file_in_error(folder.parent, "cannot be written", "; name another DIR", DataError):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -81,11 +79,8 @@ def _write_shard(folder: Path, images: ImageFiles, numbered: tuple[int, IntArray
 
 
 def index_shards(folder: Path) -> str:
-    """Write the index of the tar files in `folder`/train and `folder`/val in one rename; return a summary, with the
-    number and the name of members that are not used.
-
-    Class names come from classes.json, else they are the label numbers. `DataError` for a class without training image.
-    """
+    """Write the index of the tar files in `folder`/train and `folder`/val in one rename; return a summary. Class names
+    come from classes.json, else they are the label numbers. `DataError` for a class without training image."""
     unused = list[str]()
     train, train_shards = _index_split(folder, "train", unused)
     valid, valid_shards = _index_split(folder, "val", unused)
@@ -99,10 +94,9 @@ def index_shards(folder: Path) -> str:
     write_atomically(folder / INDEX_FILE, content.getvalue())
     shards, images = (f"{len(a):,} and {len(b):,}" for a, b in ((train_shards, valid_shards), (train, valid)))
     summary = f"{shards} shards for training and validation, with {images} images, indexed in {INDEX_FILE}"
-    if unused:
-        first = next((name for name in unused if name.lower().endswith((*EXTENSIONS, ".cls"))), unused[0])
-        summary += f"; {len(unused)} files or members not used, such as {printable_name(first)} "
-        summary += "(shards are *.tar; a key ends at its first dot)"
+    if unused:  # first a member that looks like an image or a label
+        first = min(unused, key=lambda name: not name.lower().endswith((*EXTENSIONS, ".cls")))
+        summary += f"; {len(unused)} files or members not used, such as {printable_name(first)}"
     return summary
 
 
@@ -164,10 +158,9 @@ def _read_class_names(path: Path, num_classes: int) -> list[str]:
     """Read the JSON list, if it exists."""
     if not os.path.lexists(path):
         return [str(number) for number in range(num_classes)]
-    try:
+    names = None
+    with suppress(OSError, ValueError):
         names = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) < num_classes:
         raise DataError(f"{path}: expected a JSON list of {num_classes} class names; repair or remove it")
     match_classes(str(path), names, names, remedy="")  # none occurs twice
