@@ -41,10 +41,8 @@ def build(name: str) -> Any:
             return CppCodeCache.load(code, extra_flags=FLAGS[:1])
     except (RuntimeError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
-        raise ConfigError(
-            f"{key}: its kernels could not be built: {lines[-1]}; repair the compiler or the folder that "
-            "TORCHINDUCTOR_CACHE_DIR names, or do without the setting"
-        ) from error
+        remedy = "repair the compiler or the folder in TORCHINDUCTOR_CACHE_DIR, or do without the setting"
+        raise ConfigError(f"{key}: its kernels could not be built: {lines[-1]}; {remedy}") from error
 
 
 def run(library: str, function: str, *arguments: Argument) -> None:

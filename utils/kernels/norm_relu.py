@@ -33,7 +33,7 @@ def norm_relu(
     out, mean, invstd = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
     name, added = ("forward", None) if shortcut is None else ("forward_added", in_nhwc(shortcut))
     tensors = x, added, weight, bias, running_mean, running_var, mean, invstd, out
-    run("norm_relu", f"{name}_{name_of(x.dtype)}", *tensors, *_sizes(x), momentum, eps)
+    run("norm_relu", f"{name}_{name_of(x.dtype)}", *tensors, x.numel() // x.shape[1], x.shape[1], momentum, eps)
     return out, mean, invstd
 
 
@@ -48,7 +48,7 @@ def norm_relu_backward(
     )  # fmt: skip
     name, known = ("backward", x) if out is None else ("backward_added", out)
     tensors = in_nhwc(gradient), x, known, weight, bias, mean, invstd, *gradients
-    run("norm_relu", f"{name}_{name_of(x.dtype)}", *tensors, *_sizes(x))
+    run("norm_relu", f"{name}_{name_of(x.dtype)}", *tensors, x.numel() // x.shape[1], x.shape[1])
     return gradients
 
 
@@ -174,8 +174,3 @@ def fuse_norms(model: nn.Module, device: torch.device) -> None:
         build("norm_relu")
     for module, name, fused in found:
         setattr(module, name, MethodType(fused, module))
-
-
-def _sizes(x: Tensor) -> tuple[int, int]:
-    """Return (pixels, channels)."""
-    return x.numel() // x.shape[1], x.shape[1]

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d, pad
 
 from utils.errors import ConfigError
-from utils.kernels.winograd import WinogradConv2d
+from utils.kernels.winograd import WinogradConv2d, is_plain
 
 ROWS = 512  # pixels whose windows are gathered at a time: large enough for a fast product, small enough for the cache
 # Products are faster for more pairs of input and output channels than this. Measured with two threads, float32 with
@@ -101,17 +101,11 @@ class ProductConv2d(nn.Conv2d):
 def use_products(model: nn.Module, dtype: torch.dtype) -> None:
     """Turn convolutions of `model`, which compute in `dtype`, into `ProductConv2d`. `ConfigError` if none fits and
     `use_winograd` has replaced none either."""
-    min_pairs = MIN_CHANNEL_PAIRS[dtype]
-    found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module, min_pairs)]
+    min_pairs, found = MIN_CHANNEL_PAIRS[dtype], 0
+    for module in list(model.modules()):
+        if type(module) is nn.Conv2d and is_plain(module) and module.in_channels * module.out_channels > min_pairs:
+            module.__class__ = ProductConv2d
+            found += 1
     if not found and not any(isinstance(module, WinogradConv2d) for module in model.modules()):
-        raise ConfigError(
-            "cpu_kernels [weight_products]: the network has no convolution with one group, no dilation, zero padding "
-            f"and more than {min_pairs} pairs of input and output channels, where products are faster"
-        )
-    for module in found:
-        module.__class__ = ProductConv2d
-
-
-def _fits(module: nn.Conv2d, min_pairs: int) -> bool:
-    plain = module.groups == 1 and set(module.dilation) == {1} and module.padding_mode == "zeros"
-    return plain and not isinstance(module.padding, str) and module.in_channels * module.out_channels > min_pairs
+        kind = f"no convolution with one group, no dilation, zero padding and over {min_pairs} pairs of channels"
+        raise ConfigError(f"cpu_kernels [weight_products]: the network has {kind}, where products are faster")

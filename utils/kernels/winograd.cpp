@@ -43,11 +43,8 @@ template <>
 struct Winograd<3> {
     static constexpr float images[5][5] = {
         {2, -1, -2, 1, 0}, {0, -2, -1, 1, 0}, {0, 2, -3, 1, 0}, {0, -1, 0, 1, 0}, {0, 2, -1, -2, 1}};
-    static constexpr float weights[5][3] = {{1. / 2, 0, 0},
-                                            {-1. / 2, -1. / 2, -1. / 2},
-                                            {-1. / 6, 1. / 6, -1. / 6},
-                                            {1. / 6, 1. / 3, 2. / 3},
-                                            {0, 0, 1}};
+    static constexpr float weights[5][3] = {
+        {1. / 2, 0, 0}, {-1. / 2, -1. / 2, -1. / 2}, {-1. / 6, 1. / 6, -1. / 6}, {1. / 6, 1. / 3, 2. / 3}, {0, 0, 1}};
     static constexpr float outputs[3][5] = {{1, 1, 1, 1, 0}, {0, 1, -1, 2, 0}, {0, 1, 1, 4, 1}};
 };
 
@@ -57,16 +54,13 @@ struct Winograd<4> {
         {.87890625f, 0, -2.640625f, 0, 1, 0},         {0, -1.40625f, -2.25f, .625f, 1, 0},
         {0, 1.40625f, -2.25f, -.625f, 1, 0},          {0, -.5859375f, -.390625f, 1.5f, 1, 0},
         {0, .5859375f, -.390625f, -1.5f, 1, 0},       {0, .87890625f, 0, -2.640625f, 0, 1}};
-    static constexpr float weights[6][3] = {{256. / 225, 0, 0},
-                                            {-2048. / 2975, -256. / 595, -32. / 119},
-                                            {-2048. / 2975, 256. / 595, -32. / 119},
-                                            {128. / 1071, 64. / 357, 32. / 119},
-                                            {128. / 1071, -64. / 357, 32. / 119},
-                                            {0, 0, 1}};
-    static constexpr float outputs[4][6] = {{1, 1, 1, 1, 1, 0},
-                                            {0, .625f, -.625f, 1.5f, -1.5f, 0},
-                                            {0, .390625f, .390625f, 2.25f, 2.25f, 0},
-                                            {0, .244140625f, -.244140625f, 3.375f, -3.375f, 1}};
+    static constexpr float weights[6][3] = {
+        {256. / 225, 0, 0},                        {-2048. / 2975, -256. / 595, -32. / 119},
+        {-2048. / 2975, 256. / 595, -32. / 119},   {128. / 1071, 64. / 357, 32. / 119},
+        {128. / 1071, -64. / 357, 32. / 119},      {0, 0, 1}};
+    static constexpr float outputs[4][6] = {
+        {1, 1, 1, 1, 1, 0},                        {0, .625f, -.625f, 1.5f, -1.5f, 0},
+        {0, .390625f, .390625f, 2.25f, 2.25f, 0},  {0, .244140625f, -.244140625f, 3.375f, -3.375f, 1}};
 };
 
 template <>
@@ -76,17 +70,13 @@ struct Winograd<6> {
         {0, -1, 1, 4.25f, -4.25f, -1, 1, 0},     {0, .5f, .25f, -2.5f, -1.25f, 2, 1, 0},
         {0, -.5f, .25f, 2.5f, -1.25f, -2, 1, 0}, {0, 2, 4, -2.5f, -5, .5f, 1, 0},
         {0, -2, 4, 2.5f, -5, -.5f, 1, 0},        {0, -1, 0, 5.25f, 0, -5.25f, 0, 1}};
-    static constexpr float weights[8][3] = {{1, 0, 0},
-                                            {-2. / 9, -2. / 9, -2. / 9},
-                                            {-2. / 9, 2. / 9, -2. / 9},
-                                            {1. / 90, 1. / 45, 2. / 45},
-                                            {1. / 90, -1. / 45, 2. / 45},
-                                            {1. / 45, 1. / 90, 1. / 180},
-                                            {1. / 45, -1. / 90, 1. / 180},
-                                            {0, 0, 1}};
-    static constexpr float outputs[6][8] = {{1, 1, 1, 1, 1, 32, 32, 0},   {0, 1, -1, 2, -2, 16, -16, 0},
-                                            {0, 1, 1, 4, 4, 8, 8, 0},     {0, 1, -1, 8, -8, 4, -4, 0},
-                                            {0, 1, 1, 16, 16, 2, 2, 0},   {0, 1, -1, 32, -32, 1, -1, 1}};
+    static constexpr float weights[8][3] = {
+        {1, 0, 0},                   {-2. / 9, -2. / 9, -2. / 9},   {-2. / 9, 2. / 9, -2. / 9},
+        {1. / 90, 1. / 45, 2. / 45}, {1. / 90, -1. / 45, 2. / 45},  {1. / 45, 1. / 90, 1. / 180},
+        {1. / 45, -1. / 90, 1. / 180}, {0, 0, 1}};
+    static constexpr float outputs[6][8] = {
+        {1, 1, 1, 1, 1, 32, 32, 0},  {0, 1, -1, 2, -2, 16, -16, 0}, {0, 1, 1, 4, 4, 8, 8, 0},
+        {0, 1, -1, 8, -8, 4, -4, 0}, {0, 1, 1, 16, 16, 2, 2, 0},    {0, 1, -1, 32, -32, 1, -1, 1}};
 };
 
 // Sum of factor(k) * value(k). The loop is unrolled, so zeros and ones are known at compile time.
@@ -214,41 +204,35 @@ void for_tiles(const Sizes& sizes, int64_t step, int64_t border, Task task) {
             task(Tile<across>(sizes, line, column, step, border));
 }
 
-// Transform LANES channels of one tile and store them at the offset `first` of each plane.
-template <int rows, int across, typename Matrix, typename Number>
-inline void write_planes(Matrix matrix, const Lanes (&in)[across][across], Number* planes, const Sizes& sizes,
-                         int64_t first) {
-    Lanes out[rows][rows];
-    transform<false, rows, across>(matrix, in, out);
-    for (int i = 0; i < rows; ++i)
-        for (int j = 0; j < rows; ++j) store(out[i][j], planes + (i * rows + j) * sizes.plane + first);
-}
-
-// Fill the last row of each plane.
-template <int rows, typename Number>
-void write_zeros(Number* planes, const Sizes& sizes) {
-    for (int place = 1; place <= rows * rows; ++place)
-        std::memset(planes + place * sizes.plane - sizes.channels, 0, sizes.channels * sizeof(Number));
-}
-
-// Planes of tiles of `across` x `across` pixels, one every `side` pixels, the first `border` pixels outside the image:
-// B' pixels B with a border, A gradient A' without.
-template <int side, int across, int rows, int64_t border, typename Matrix, typename Number>
-void to_planes(Matrix matrix, const Number* pixels, Number* planes, const Sizes& sizes) {
+// B' pixels B of images, in tiles that overlap and begin outside them, or A gradient A' of outputs.
+template <int side, bool images, typename Number>
+void to_planes(const Number* pixels, Number* planes, const int64_t* given) {
+    const Sizes sizes(side, given);
+    constexpr int rows = side + 2, across = images ? rows : side;
+    constexpr auto matrix = [](int i, int k) {
+        if constexpr (images)
+            return Winograd<side>::images[i][k];
+        else
+            return Winograd<side>::outputs[k][i];
+    };
     const std::vector<Number> zeros(sizes.channels);
-    for_tiles<across>(sizes, side, border, [&](const Tile<across>& tile) {
+    for_tiles<across>(sizes, side, images, [&](const Tile<across>& tile) {
         const Number* from[across][across];
         for (int i = 0; i < across; ++i)
             for (int j = 0; j < across; ++j)
                 from[i][j] = tile.offset[i][j] < 0 ? zeros.data() : pixels + tile.offset[i][j];
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
-            Lanes in[across][across];
+            Lanes in[across][across], out[rows][rows];
             for (int i = 0; i < across; ++i)
                 for (int j = 0; j < across; ++j) in[i][j] = load(from[i][j] + c);
-            write_planes<rows, across>(matrix, in, planes, sizes, tile.first + c);
+            transform<false, rows, across>(matrix, in, out);
+            for (int i = 0; i < rows; ++i)  // two loops, which the compiler unrolls
+                for (int j = 0; j < rows; ++j)
+                    store(out[i][j], planes + (i * rows + j) * sizes.plane + tile.first + c);
         }
     });
-    write_zeros<rows>(planes, sizes);
+    for (int place = 1; place <= rows * rows; ++place)  // the last row of each plane
+        std::memset(planes + place * sizes.plane - sizes.channels, 0, sizes.channels * sizeof(Number));
 }
 
 // out = matrix' * planes * matrix, for LANES channels of one tile at the offset `first`.
@@ -261,52 +245,23 @@ inline void from_planes(Matrix matrix, const Number* planes, const Sizes& sizes,
     transform<true, rows, across>(matrix, in, out);
 }
 
-// weights [outputs][3][3][channels] -> planes [position][outputs][channels]: G w G'
-template <int side, typename Number>
-void weights_to_planes(const float* weights, Number* planes, const int64_t* given) {
+// Weights [outputs][3][3][channels] -> planes [position][outputs][channels], G w G'; for gradients the other way.
+template <int side, bool gradient, typename From, typename To>
+void transform_weights(const From* from, To* to, const int64_t* given) {
     const int64_t outputs = given[0], channels = given[1];
     constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
-    constexpr int rows = side + 2;
+    constexpr int before = gradient ? side + 2 : 3, after = gradient ? 3 : side + 2;
 #pragma omp parallel for schedule(static)
     for (int64_t output = 0; output < outputs; ++output)
         for (int64_t c = 0; c < channels; c += LANES) {
-            Lanes in[3][3], out[rows][rows];
-            for (int i = 0; i < 9; ++i) in[i / 3][i % 3] = load(weights + (output * 9 + i) * channels + c);
-            transform<false, rows, 3>(matrix, in, out);
-            for (int i = 0; i < rows * rows; ++i)
-                store(out[i / rows][i % rows], planes + (i * outputs + output) * channels + c);
+            const auto offset = [&](int64_t i, bool plane) {
+                return (plane ? i * outputs + output : output * 9 + i) * channels + c;
+            };
+            Lanes in[before][before], out[after][after];
+            for (int i = 0; i < before * before; ++i) in[i / before][i % before] = load(from + offset(i, gradient));
+            transform<gradient, after, before>(matrix, in, out);
+            for (int i = 0; i < after * after; ++i) store(out[i / after][i % after], to + offset(i, !gradient));
         }
-}
-
-// Gradient of the planes -> gradient of the weights.
-template <int side, typename Number>
-void planes_to_weights(const Number* planes, float* weights, const int64_t* given) {
-    const int64_t outputs = given[0], channels = given[1];
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
-    constexpr int rows = side + 2;
-#pragma omp parallel for schedule(static)
-    for (int64_t output = 0; output < outputs; ++output)
-        for (int64_t c = 0; c < channels; c += LANES) {
-            Lanes in[rows][rows], out[3][3];
-            for (int i = 0; i < rows * rows; ++i)
-                in[i / rows][i % rows] = load(planes + (i * outputs + output) * channels + c);
-            transform<true, 3, rows>(matrix, in, out);
-            for (int i = 0; i < 9; ++i) store(out[i / 3][i % 3], weights + (output * 9 + i) * channels + c);
-        }
-}
-
-template <int side, typename Number>
-void images_to_planes(const Number* images, Number* planes, const int64_t* given) {
-    const Sizes sizes(side, given);
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
-    to_planes<side, side + 2, side + 2, 1>(matrix, images, planes, sizes);
-}
-
-template <int side, typename Number>
-void gradient_to_planes(const Number* gradient, Number* planes, const int64_t* given) {
-    const Sizes sizes(side, given);
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
-    to_planes<side, side, side + 2, 0>(matrix, gradient, planes, sizes);
 }
 
 template <int side, typename Number>
@@ -360,18 +315,16 @@ void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* g
 }  // namespace
 
 // The address of each transform, which takes the addresses of its tensors and of their sizes.
-#define EXPORT(name, side, Number, format) extern "C" const auto name##_##side##_##format = &name<side, Number>;
-#define EXPORT_ALL(side, Number, format)              \
-    EXPORT(weights_to_planes, side, Number, format)   \
-    EXPORT(images_to_planes, side, Number, format)    \
-    EXPORT(gradient_to_planes, side, Number, format)  \
-    EXPORT(planes_to_outputs, side, Number, format)   \
-    EXPORT(planes_to_gradient, side, Number, format)
+#define EXPORT(name, side, format, ...) extern "C" const auto name##_##side##_##format = &__VA_ARGS__;
+#define EXPORT_ALL(side, Number, format)                                                         \
+    EXPORT(weights_to_planes, side, format, transform_weights<side, false, float, Number>)       \
+    EXPORT(planes_to_weights, side, format, transform_weights<side, true, Number, float>)        \
+    EXPORT(images_to_planes, side, format, to_planes<side, true, Number>)                        \
+    EXPORT(gradient_to_planes, side, format, to_planes<side, false, Number>)                     \
+    EXPORT(planes_to_outputs, side, format, planes_to_outputs<side, Number>)                     \
+    EXPORT(planes_to_gradient, side, format, planes_to_gradient<side, Number>)
 EXPORT_ALL(3, float, float32)
 EXPORT_ALL(4, float, float32)
 EXPORT_ALL(6, float, float32)
 EXPORT_ALL(3, bfloat16, bfloat16)
 EXPORT_ALL(4, bfloat16, bfloat16)
-EXPORT(planes_to_weights, 3, float, float32)
-EXPORT(planes_to_weights, 4, float, float32)
-EXPORT(planes_to_weights, 6, float, float32)

@@ -54,37 +54,25 @@ def _parts(images: Tensor, side: int) -> Iterator[tuple[slice, tuple[int, int]]]
 
 
 def _transform(name: str, side: int, source: Tensor, target: Tensor) -> Tensor:
-    """Run a transform between images [N, C, H, W] and planes; return `target`."""
+    """Run a transform between images or weights [N, C, H, W] and planes; return `target`."""
     count, channels, height, width = (source if source.dim() == 4 else target).shape
-    sizes = torch.tensor((count, height, width, channels), device="cpu")
-    run("winograd", f"{name}_{side}_{name_of(target.dtype)}", source, target, sizes)
+    sizes = (count, channels) if "weights" in name else (count, height, width, channels)
+    run("winograd", f"{name}_{side}_{name_of(target.dtype)}", source, target, torch.tensor(sizes, device="cpu"))
     return target
 
 
-def to_planes(weight: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """Float32 weights [O, C, 3, 3] -> planes [position, O, C] in `dtype`."""
-    planes = weight.new_empty((side + 2) ** 2, *weight.shape[:2], dtype=dtype)
-    sizes = torch.tensor(weight.shape[:2], device="cpu")
-    run("winograd", f"weights_to_planes_{side}_{name_of(dtype)}", in_nhwc(weight), planes, sizes)
-    return planes
-
-
-def _from_planes(planes: Tensor, side: int) -> Tensor:
-    """Gradient of the planes [position, O, C] -> of the weights [O, C, 3, 3], both float32."""
-    sizes = *planes.shape[1:], 3, 3
-    gradient = torch.empty(sizes, dtype=planes.dtype, device="cpu", memory_format=torch.channels_last)
-    sizes_of_weights = torch.tensor(planes.shape[1:], device="cpu")
-    run("winograd", f"planes_to_weights_{side}_float32", planes, gradient, sizes_of_weights)
-    return gradient
+def _new_images(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """New memory in NHWC for images or weights; on the CPU, whatever the default device is."""
+    return torch.empty(sizes, dtype=dtype, device="cpu", memory_format=torch.channels_last)
 
 
 class _WinogradConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, side: int) -> Tensor:
-        images, weights = in_nhwc(images), to_planes(weight, side, images.dtype)
-        outputs, channels = weight.shape[:2]
-        sizes = len(images), outputs, *images.shape[2:]
-        out = torch.empty(sizes, dtype=images.dtype, device="cpu", memory_format=torch.channels_last)
+        images, (outputs, channels) = in_nhwc(images), weight.shape[:2]
+        weights = weight.new_empty((side + 2) ** 2, outputs, channels, dtype=images.dtype)
+        _transform("weights_to_planes", side, in_nhwc(weight), weights)
+        out = _new_images((len(images), outputs, *images.shape[2:]), images.dtype)
         for part, plane in _parts(images, side):
             pixels, products = (images.new_empty(*plane, number) for number in (channels, outputs))
             torch.bmm(_transform("images_to_planes", side, images[part], pixels), weights.mT, out=products)
@@ -115,7 +103,10 @@ class _WinogradConvolution(torch.autograd.Function):
             if image_gradient is not None:
                 torch.bmm(output_planes, weights, out=image_planes)
                 _transform("planes_to_gradient", side, image_planes, image_gradient[part])
-        weight_gradient = _from_planes(weight_planes, side) if weight_planes is not None else None
+        weight_gradient = None
+        if weight_planes is not None:
+            weight_gradient = _new_images((outputs, channels, 3, 3), weight_planes.dtype)
+            _transform("planes_to_weights", side, weight_planes, weight_gradient)
         bias_gradient = gradient.sum((0, 2, 3), dtype=torch.float32) if wanted[2] else None
         return image_gradient, weight_gradient, bias_gradient, None
 
@@ -128,35 +119,35 @@ class WinogradConv2d(nn.Conv2d):
         casts = torch.is_autocast_enabled("cpu") and images.is_cpu and images.dtype in TILES
         if casts:
             images = images.to(torch.get_autocast_dtype("cpu"))
-        side = best_side(images) if self._takes(images, casts) else None
+        same = images.dtype == self.weight.dtype or (self.weight.dtype == torch.float32 and casts)
+        whole = images.dim() == 4 and len(images) > 0 and images.shape[1] == self.in_channels
+        # PyTorch reports what is wrong with other images
+        side = best_side(images) if images.is_cpu and images.dtype in TILES and same and whole else None
         if side is None:
             return super().forward(images)
         # float32 weights, so that they are transformed and their gradients summed in float32
         return _WinogradConvolution.apply(images, self.weight.float(), self.bias, side)  # type: ignore[no-any-return]
-
-    def _takes(self, images: Tensor, casts: bool) -> bool:
-        """Whether Winograd's method takes these images. PyTorch reports what is wrong with others."""
-        same = images.dtype == self.weight.dtype or (self.weight.dtype == torch.float32 and casts)
-        whole = images.dim() == 4 and len(images) > 0 and images.shape[1] == self.in_channels
-        return images.is_cpu and images.dtype in TILES and same and whole
 
 
 def use_winograd(model: nn.Module) -> None:
     """Turn convolutions of `model` into `WinogradConv2d`. `ConfigError` if none fits or the compiler fails."""
     found = [module for module in model.modules() if type(module) is nn.Conv2d and _fits(module)]
     if not found:
-        raise ConfigError(
-            "cpu_kernels [winograd]: the network has no 3x3 convolution with stride 1, padding 1, one group and at "
-            f"least {MIN_CHANNEL_PAIRS} pairs of input and output channels, both multiples of {CHANNELS}"
-        )
+        kind = f"stride 1, padding 1 and at least {MIN_CHANNEL_PAIRS} pairs of channels in multiples of {CHANNELS}"
+        raise ConfigError(f"cpu_kernels [winograd]: the network has no 3x3 convolution with {kind}")
     build("winograd")
     for module in found:
         module.__class__ = WinogradConv2d
 
 
+def is_plain(module: nn.Conv2d) -> bool:
+    """Whether a convolution has one group, no dilation, and pads by a number of zeros."""
+    zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return module.groups == 1 and set(module.dilation) == {1} and zeros
+
+
 def _fits(module: nn.Conv2d) -> bool:
-    plain = module.groups == 1 and set(module.dilation) == {1} and module.padding_mode == "zeros"
-    size = module.kernel_size == (3, 3) and module.stride == (1, 1) and module.padding == (1, 1)
+    size = (module.kernel_size, module.stride, module.padding) == ((3, 3), (1, 1), (1, 1))
     channels = module.in_channels, module.out_channels
     enough = channels[0] * channels[1] >= MIN_CHANNEL_PAIRS and not any(count % CHANNELS for count in channels)
-    return plain and size and enough and module.weight.dtype in TILES
+    return is_plain(module) and size and enough and module.weight.dtype in TILES
