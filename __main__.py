@@ -32,27 +32,20 @@ COMMANDS = {
 }
 
 
-def list_commands() -> int:
-    """Print the commands; return the status, as utils.errors has it, which is slower to import."""
+def list_commands() -> None:
+    """Print the commands."""
     width = max(map(len, COMMANDS))
-    lines = ["usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)", ""]
-    lines += [f"  {command:{width}}  {what}" for command, (_, what) in COMMANDS.items()]
-    try:
-        print("\n".join(lines), flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 141
-        print(f"error: standard output: {error.strerror}", file=sys.stderr)
-        return 1
-    return 0
+    print("usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n")
+    for command, (_, what) in COMMANDS.items():
+        print(f"  {command:{width}}  {what}")
 
 
 def main() -> int:
     """Run the module of the command named by the first argument; returns the exit status."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in ("-h", "--help"):
-        return list_commands()
+        list_commands()
+        return 0
     if name == "--version":
         sys.argv.insert(1, name := "train")
     if name not in COMMANDS:

@@ -10,10 +10,8 @@ import os
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import ParamSpec, TextIO
 
 Parameters = ParamSpec("Parameters")
@@ -25,14 +23,6 @@ LOST_RANK = re.compile(
     re.IGNORECASE,
 )
 OUT_OF_MEMORY = re.compile("out of memory|can(?:'|no)t allocate memory", re.IGNORECASE)
-# of the system, or of PyTorch when it passes a tensor between processes; or a loader worker's exit code (EMFILE)
-TOO_MANY_FILES = re.compile("too many open files|items of ancdata|exit codes? .*\\b24\\b", re.IGNORECASE)
-REQUESTED_MEMORY = re.compile(r"(?:tried|unable) to allocate ([\d.]+ \w+)", re.IGNORECASE)
-
-# DDP's message at the second step if some parameters got no gradient in the first.
-UNUSED_PARAMETERS = "parameters that were not used in producing loss"
-# PyTorch's message after the name of an operation, with torch.use_deterministic_algorithms
-NOT_DETERMINISTIC = " does not have a deterministic implementation"
 
 
 class ExpectedError(Exception):
@@ -105,29 +95,20 @@ def occupy_streams() -> None:
 def complete_output() -> Iterator[None]:
     """Flush the standard output after the block, which prints a command's result. Raises `ExpectedError` if it cannot
     be written, and `SystemExit` with 141 if nobody reads it any more, as after `| head`."""
+    more = ""
     try:
-        try:
-            yield
-        finally:
-            getattr(sys.stdout, "flush", bool)()
-    except OSError as error:
-        if error.filename is not None or not _is_lost(sys.stdout):
-            raise
-        if isinstance(error, BrokenPipeError):
-            raise SystemExit(128 + signal.SIGPIPE) from None
-        raise ExpectedError(f"standard output: {error.strerror}") from None
-
-
-def _is_lost(stream: TextIO) -> bool:
-    """Whether nothing can be written to a stream; then drop its output."""
-    try:
-        os.write(stream.fileno(), b"\n")
-    except (io.UnsupportedOperation, AttributeError):  # no file, as in a notebook
-        return False
+        yield
     except OSError:
-        drop(stream)
-        return True
-    return False
+        more = "\n"  # fails too if the output was the cause
+        raise
+    finally:
+        try:
+            print(end=more, flush=True)
+        except OSError as error:
+            drop(sys.stdout)
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            raise ExpectedError(f"standard output: {error.strerror}") from None
 
 
 def drop(stream: TextIO) -> None:
@@ -151,58 +132,53 @@ def print_error(message: str) -> None:
     print_text(f"{message}\n", sys.stderr)
 
 
+SYSTEM = (RuntimeError, OSError, MemoryError)
+# Failures that are no bugs: types, pattern of "TYPE: TEXT", kind and text of the user's error, in which {line} is the
+# text's first line, and {0}, {1} are the pattern's groups. The first that fits counts.
+FAILURES: tuple[tuple[tuple[type[Exception], ...], str, type[ExpectedError], str], ...] = (
+    (  # of the system, or of PyTorch when it passes a tensor between processes; or a loader worker's exit code (EMFILE)
+        SYSTEM, r"too many open files|items of ancdata|exit codes? .*\b24\b", ExpectedError,
+        "too many open files: raise the limit before the start (ulimit -n 65536), or use fewer num_data_workers or "
+        "data_loader=device",
+    ),
+    (
+        (Exception,), r"Caught \w+ in DataLoader worker[\s\S]*(File .*)[\s\S]*\n\s*(\S.*)\s*$", ExpectedError,
+        "a loader worker failed: {1} ({0})",
+    ),
+    (  # PyTorch reports the signal or not, depending on what it waited for
+        (Exception,), "DataLoader worker", ExpectedError,
+        "a loader worker was killed, as the kernel does when host memory or /dev/shm runs out ({line})\n"
+        "use fewer num_data_workers, data_loader=device, a job with more memory, or docker run --shm-size=8g; the last "
+        "checkpoint is good (bus error: or a memory-mapped file of images was cut)",
+    ),
+    (
+        SYSTEM, f"MemoryError|{OUT_OF_MEMORY.pattern}", ExpectedError,
+        "out of memory: {line}\nuse a smaller micro_batch_size, which keeps batch_size, or valid_batch_size_per_gpu, "
+        "enable_amp=true, or a machine with more memory; --dry-run estimates the memory of training",
+    ),
+    (
+        (RuntimeError,), r"(\S+) does not have a deterministic implementation", ConfigError,
+        "deterministic is true, but PyTorch has no deterministic kernel for {0} on this device\n"
+        "use deterministic: false, another network, or device: cpu",
+    ),
+    (  # DDP's message at the second step
+        (RuntimeError,), "parameters that were not used in producing loss", ConfigError,
+        "the network has parameters that its outputs do not depend on; several ranks cannot train it\n"
+        "remove these parameters, or exclude them from training with requires_grad_(False)",
+    ),
+    (
+        (RuntimeError,), LOST_RANK.pattern, ExpectedError,
+        "another process of this run has ended, so this one ends too; see its message",
+    ),
+)  # fmt: skip
+
+
 def explain(error: Exception) -> ExpectedError | None:
     """Return the user's message for a failure of the machine or of another process; None if it may be a bug."""
-    text, found = str(error), error if isinstance(error, ExpectedError) else None
-    if found is None and isinstance(error, RuntimeError | OSError) and TOO_MANY_FILES.search(text):
-        found = ExpectedError(
-            "too many open files: raise the limit before the start (ulimit -n 65536), or use fewer num_data_workers or "
-            "data_loader=device"
-        )
-    elif found is None and "DataLoader worker" in text:
-        found = ExpectedError(_explain_loader_worker(text))
-    elif isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(text)):
-        found = ExpectedError(_explain_memory(error))
-    elif isinstance(error, RuntimeError) and NOT_DETERMINISTIC in text:
-        operation = text.partition(NOT_DETERMINISTIC)[0].split()[-1]
-        found = ConfigError(
-            f"deterministic is true, but PyTorch has no deterministic kernel for {operation} on this device\n"
-            "use deterministic: false, another network, or device: cpu"
-        )
-    elif isinstance(error, RuntimeError) and UNUSED_PARAMETERS in text:
-        found = ConfigError(
-            "the network has parameters that its outputs do not depend on; several ranks cannot train it\n"
-            "remove these parameters, or exclude them from training with requires_grad_(False)"
-        )
-    elif isinstance(error, RuntimeError) and LOST_RANK.search(text):
-        found = ExpectedError("another process of this run has ended, so this one ends too; see its message")
-    return found
-
-
-def _explain_memory(error: Exception) -> str:
-    requested = REQUESTED_MEMORY.search(str(error))
-    where = "GPU" if "CUDA" in str(error) else "host"
-    files = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
-    remedy = "use less data, or a job or machine with more memory"
-    if "step.py" in files:  # utils/training/step.py
-        remedy = "use a smaller micro_batch_size, which keeps batch_size, a smaller batch_size, or enable_amp=true"
-    elif "validation.py" in files:
-        remedy = "use a smaller valid_batch_size_per_gpu"
-    return (
-        f"out of {where} memory{f' when allocating {requested[1]}' if requested else ''}\n"
-        f"{remedy}; --dry-run estimates the memory of training"
-    )
-
-
-def _explain_loader_worker(text: str) -> str:
-    if re.search(r"Caught \w+ in DataLoader worker", text):
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        files = [line for line in lines if line.startswith("File ")]
-        return f"a loader worker failed: {lines[-1]} ({files[-1] if files else 'file unknown'})"
-    process = re.search(r"pid(?:\(s\))?:? ([\d, ]+)", text)
-    name = f"loader worker {process[1].strip()}" if process else "a loader worker"
-    return (  # PyTorch reports the signal or not, depending on what it waited for
-        f"{name} was killed, as the kernel does when host memory or /dev/shm runs out ({text.splitlines()[0]})\n"
-        "use fewer num_data_workers, data_loader=device, a job with more memory, or docker run --shm-size=8g; the last "
-        "checkpoint is good (bus error: or a memory-mapped file of images was cut)"
-    )
+    if isinstance(error, ExpectedError):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    for types, pattern, kind, message in FAILURES:
+        if isinstance(error, types) and (found := re.search(pattern, text, re.IGNORECASE)):
+            return kind(message.format(*found.groups(), line=str(error).partition("\n")[0]))
+    return None

@@ -52,14 +52,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def strict_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """Return JSON that every reader accepts: numbers that are not finite, for which it has no form, become null.
-
-    `default` converts values without a JSON form."""
-    try:
-        return json.dumps(value, indent=indent, default=default, allow_nan=False)
-    except ValueError:
-        finite = json.loads(json.dumps(value, default=default), parse_constant=lambda _: None)
-        return json.dumps(finite, indent=indent)
+    """Return JSON that every reader accepts: numbers that are not finite become null. `default` converts values without
+    a JSON form."""
+    finite = json.loads(json.dumps(value, default=default), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=indent)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

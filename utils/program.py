@@ -62,9 +62,3 @@ class Parser(argparse.ArgumentParser):
         home = re.compile("(^|=)(~[^/=]*)(?=/|$)")
         expanded = [home.sub(lambda found: found[1] + os.path.expanduser(found[2]), word) for word in words]
         return super().parse_known_args(expanded, namespace)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        if file is sys.stdout:
-            file.write(message)  # argparse would ignore that it cannot be written
-        else:
-            super()._print_message(message, file)

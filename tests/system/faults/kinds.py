@@ -108,7 +108,7 @@ THROTTLE = "for _ in 1 2 3 4 5 6 7 8 9 10; do kill -STOP $1; sleep 0.05; kill -C
 NO_WRITE = "error: {who}.*cannot be written: "
 KINDS = {
     "kill of a rank": FaultKind(_send(signal.SIGKILL), KILLED, r"rank {rank}\b", outside=True),
-    "kill of a worker": FaultKind(_kill_worker, (1,), "error: {who}loader worker .* was killed, as the kernel does"),
+    "kill of a worker": FaultKind(_kill_worker, (1,), "error: {who}a loader worker was killed, as the kernel does"),
     "USR1": FaultKind(_send(signal.SIGUSR1), (75,), "stopped on SIGUSR1", outside=True),
     "TERM": FaultKind(_send(signal.SIGTERM), (75,), "stopped on SIGTERM", outside=True),
     "USR1 and TERM": FaultKind(_send(*BOTH), (75,), "stopped on SIG(USR1|TERM)", outside=True),
