@@ -30,6 +30,7 @@ from utils.data.datasets import dataset as datasets
 from utils.distributed.world import World
 from utils.kernels.norm_relu import FUSED
 from utils.kernels.use import use_kernels
+from utils.quotas import usable_cores
 from utils.run.config import MEASURED
 from utils.training.learner import Learner
 from utils.training.plan import make_plan
@@ -158,7 +159,7 @@ def refused(capsys):
 
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores, since tests of several processes often wait."""
-    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cores() + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import utils.data.build
 from tests.tiny_shards import DALI, everything, pretend
 from tests.tiny_shards import build as build_data
 from train import main
@@ -273,14 +276,33 @@ def test_a_worker_ignores_signals_except_sigterm_of_its_trainer():
     assert worker.exitcode == 0
 
 
-@pytest.mark.parametrize(("cores", "ranks", "workers"), [(2, 1, 2), (8, 1, 8), (8, 3, 2), (2, 8, 1)])
-def test_workers_are_capped_to_the_ranks_part_of_the_cores(cores, ranks, workers, build, monkeypatch):
+@pytest.mark.parametrize(
+    ("cores", "ranks", "quota", "workers", "available"),
+    [
+        (2, 1, inf, 2, 2),
+        (8, 1, inf, 8, 8),
+        (8, 3, inf, 2, 8),
+        (2, 8, inf, 1, 2),
+        (8, 1, 2.5, 2, 2.5),
+        (8, 3, 0.5, 1, 0.5),
+    ],
+)
+def test_workers_are_capped_to_the_ranks_part_of_the_cores(cores, ranks, quota, workers, available, build, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(utils.data.build, "cpu_quota", lambda: quota)
     built = build("torchvision", pretend(0, ranks), num_data_workers=64)
     assert built.train.loader.num_workers == workers
     assert build("torchvision", num_data_workers=0).notes == []
     (note,) = built.notes
-    assert note == f"num_data_workers: {workers} instead of 64, for {ranks} rank(s) on {cores} cores"
+    assert note == f"num_data_workers: {workers} instead of 64, for {ranks} rank(s) on {available} cores"
+
+
+def test_ranks_pinned_to_different_cores_share_the_quota_of_their_node(tiny, monkeypatch):
+    mine = os.sched_getaffinity(0)
+    world = SimpleNamespace(all_gather=lambda here: [here, (here[0], [1000]), ("other", here[1])])
+    monkeypatch.setattr(utils.data.build, "cpu_quota", lambda: 0.5 * len(mine))
+    config, _ = utils.data.build.cap_workers(tiny(data_loader="torchvision", num_data_workers=999), world)
+    assert config.num_data_workers == max(1, len(mine) // 4)
 
 
 def kill_the_worker(dataset, index):
@@ -298,7 +320,7 @@ def use_up_the_files(dataset, index):
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (kill_the_worker, r"error: (a )?loader worker.* was killed, as the kernel does"),
+        (kill_the_worker, r"error: a loader worker was killed, as the kernel does"),
         (use_up_the_files, r"error: too many open files: .* \(ulimit -n 65536\).*\n$"),
     ],
 )

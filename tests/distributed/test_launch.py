@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from utils.distributed.launch import (
 )
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError
+from utils.quotas import cpu_quota, memory_limit
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -124,18 +126,47 @@ def test_a_job_keeps_its_name_when_it_is_restarted():
 
 
 @pytest.mark.parametrize(
-    ("own_cores", "variable", "threads"),
-    # the launcher bound each of four ranks to a quarter of the cores; they share them; the user or torchrun decides
-    [(4, None, [4]), (16, None, [4]), (16, "3", [])],
-)
-def test_ranks_of_a_machine_share_its_cores(monkeypatch, own_cores, variable, threads):
+    ("ranks", "own_cores", "quota", "variable", "threads"),
+    # the launcher bound each of four ranks to a quarter of the cores; they share them; a container's quota, also of one
+    # process; the user or torchrun decides; PyTorch does
+    [(4, 4, inf, None, [4]), (4, 16, inf, None, [4]), (4, 16, 6, None, [1]), (1, 16, 2.5, None, [2]),
+     (1, 16, 0.5, None, [1]), (4, 16, 6, "3", []), (1, 16, inf, None, [])],
+)  # fmt: skip
+def test_ranks_of_a_machine_share_its_cores(monkeypatch, ranks, own_cores, quota, variable, threads):
     chosen: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(own_cores)))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(utils.distributed.ranks, "cpu_quota", lambda: quota)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "environ", {} if variable is None else {"OMP_NUM_THREADS": variable})
-    utils.distributed.ranks._set_threads(4)
+    utils.distributed.ranks._set_threads(Launch(0, ranks, 0, ranks))
     assert chosen == threads
+
+
+OWN, V1 = "0::/pod/own\n", "5:cpu,cpuacct:/pod/own\n4:memory:/pod/own\n0::/pod/own\n"
+LIMITS = {  # content of /proc/self/cgroup, files in /sys/fs/cgroup, cores, bytes
+    "v2": (OWN, {"pod/own/cpu.max": "150000 100000", "pod/own/memory.max": "1000"}, 1.5, 1000),
+    "v2, parents": (OWN, {"pod/own/cpu.max": "4 1", "pod/cpu.max": "2 1", "cpu.max": "3 1", "memory.max": "7"}, 2, 7),
+    "v2, none": (OWN, {"pod/own/cpu.max": "max 100000", "pod/own/memory.max": "max"}, inf, inf),
+    "v1": (V1, {"cpu/pod/own/cpu.cfs_quota_us": "50000", "cpu/pod/own/cpu.cfs_period_us": "100000",
+                "memory/pod/own/memory.limit_in_bytes": "9", "memory/pod/memory.limit_in_bytes": "99"}, 0.5, 9),
+    "v1, in a container": (V1, {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3, inf),
+    "v1, none": (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, inf, inf),
+    "malformed": (OWN, {"pod/own/cpu.max": "wide", "pod/cpu.max": "1 0", "pod/own/memory.max": ""}, inf, inf),
+    "another program's": ("no line\n", {"pod/own/cpu.max": "1 1"}, inf, inf),
+    "missing": (None, {"pod/own/cpu.max": "1 1"}, inf, inf),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_smallest_limit_of_the_cgroups_counts(name, tmp_path):
+    own, files, cores, memory = LIMITS[name]
+    files = {f"sys/fs/cgroup/{path}": text for path, text in files.items()} | {"proc/self/cgroup": own}
+    for path, text in files.items():
+        if text is not None:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+    assert (cpu_quota(tmp_path), memory_limit(tmp_path)) == (cores, memory)
 
 
 def test_page_and_script_restrict_torchrun_to_the_loopback_like_the_tools():

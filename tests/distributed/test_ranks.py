@@ -6,9 +6,7 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock
@@ -206,14 +204,14 @@ FULL = dist.DistBackendError(f"NCCL error in: {NCCL}\n\nLast error:\nno space le
 TRACE = r"Traceback .*\n(?: .*\n)+ValueError: what is this\nerror: rank 1: ValueError: what is this"
 GONE = r"error: rank {}: the disk is gone\nbuy another"
 ENDS = {  # what every rank calls; its arguments; exit statuses; all lines printed
-    **{f"failed {rank}, {hang}": (play, ("fail", rank, DISK, hang), [3, 3, 3], GONE.format(rank))
-       for rank in (0, 1) for hang in (False, True)},
+    "failed 0": (play, ("fail", 0, DISK), [3, 3, 3], GONE.format(0)),
+    "failed 1, the others wait in C": (play, ("fail", 1, DISK, True), [3, 3, 3], GONE.format(1)),
     "unforeseen": (play, ("fail", 1, ValueError("what is this")), [1, 1, 1], TRACE),
-    "NCCL": (play, ("fail", 1, FULL, True), [1, 1, 1], f"error: rank 1: NCCL error in: {NCCL}; no space left"),
+    "NCCL": (play, ("fail", 1, FULL, True), [1, 1, 1], f"error: rank 1: NCCL error in: {NCCL} Last .*no space left"),
     "stopped": (play, ("stop_on_request",), [75, 75, 75], "stopped with everything saved"),
     **{f"killed 2, {in_c}": (play, ("lose", 2, signal.SIGKILL, in_c), [1, 1, -9], NO_ANSWER.format(2))
        for in_c in (False, True)},
-    **{f"killed 0, {in_c}": (play, ("lose", 0, signal.SIGKILL, in_c), [-9, 1, 1], LOST_0) for in_c in (False, True)},
+    "killed 0": (play, ("lose", 0, signal.SIGKILL, False), [-9, 1, 1], LOST_0),
     "killed while the ranks connect": (die_while_ranks_connect, (1,), [1, -9, 1], COLLECTIVE.format(4, SKIPPED)),
     "rank 0 killed while the ranks connect": (die_while_ranks_connect, (0,), [-9, 1, 1], LOST_0),
     "slow or stopped for a while": (play_with_long_collectives, ("slow_down",), [0, 0], ""),
@@ -296,26 +294,6 @@ def test_what_is_missing_at_the_start_is_named(tmp_path, name):
     places = [torchrun_variables(rank, world_size, port) | variables for rank in ranks]
     ended = Job(tmp_path, wait_for_all, (seconds,), places).wait()
     check_ends(ended, [status] * len(ranks), lines.replace(":PORT", f":{port}"))
-
-
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n"])
-def test_a_rank_does_not_wait_forever_for_another_program_at_the_port(tmp_path, answer):
-    """As PyTorch itself would, whether the program answers or not."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        connections = []
-
-        def serve():
-            with suppress(OSError):
-                while True:
-                    connections.append(server.accept()[0])
-                    connections[-1].sendall(answer)
-
-        threading.Thread(target=serve, daemon=True).start()
-        port = server.getsockname()[1]
-        (ended,) = Job(tmp_path, wait_for_all, (2,), [torchrun_variables(1, 2, port) | ALONE]).wait()
-        server.shutdown(socket.SHUT_RDWR)
-    message = f"error: rank 1: no answer from rank 0 at 127.0.0.1:{port} within 2 s .*"
-    check_ends([ended], [1], f"{message}\n.* belong to no other job or program")
 
 
 def test_a_name_that_kubernetes_does_not_know_yet_is_awaited(monkeypatch):

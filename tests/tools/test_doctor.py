@@ -99,9 +99,13 @@ def test_torch_and_driver_must_match(monkeypatch, tmp_path):
         assert machine.driver_version(version) == "580.65.06"
 
 
-def test_memory_for_each_rank(tmp_path):
-    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   16000000 kB\n")
-    assert [machine.check_memory(tmp_path / "meminfo", ranks).level for ranks in (1, 16)] == ["ok", "warn"]
+def test_memory_for_each_rank(tmp_path, monkeypatch):
+    """Of the machine, or of the container."""
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   16000000 kB\n")
+    assert [machine.check_memory(tmp_path, ranks).level for ranks in (1, 16)] == ["ok", "warn"]
+    monkeypatch.setattr(machine, "memory_limit", lambda root: 1e9)
+    assert machine.check_memory(tmp_path, 1).message == "1.0 GB available for 1 rank(s)"
 
 
 # What hardware, NVML and DCGM report

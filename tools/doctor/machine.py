@@ -15,6 +15,7 @@ from tools.doctor.findings import GIGABYTE, Finding, judge, read_text
 from utils.config import Config
 from utils.distributed.launch import first_host
 from utils.errors import ExpectedError
+from utils.quotas import memory_limit
 
 MINIMUM_TORCH = (2, 11)
 
@@ -26,7 +27,7 @@ def machine_checks(config: Config, run_dir: Path, local_ranks: int) -> list[Find
     return [
         check_installed_torch(),
         check_gpu_software(torch.version.cuda, torch.cuda.is_available(), driver_version(), config.device == "cuda"),
-        check_memory(Path("/proc/meminfo"), local_ranks), check_disk(run_dir), check_data(config),
+        check_memory(Path("/"), local_ranks), check_disk(run_dir), check_data(config),
         check_names(os.environ),
     ]  # fmt: skip
 
@@ -67,10 +68,10 @@ def check_gpu_software(built_for: str | None, usable: bool, driver: str | None, 
     return Finding("gpu software", "ok", message if usable else f"{message}: runs use the CPU")
 
 
-def check_memory(meminfo: Path, local_ranks: int) -> Finding:
-    """Check the host's available memory for this many ranks."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text(meminfo) or "", re.MULTILINE)
-    available = int(found[1]) * 1024 if found else 0
+def check_memory(root: Path, local_ranks: int) -> Finding:
+    """Check the available memory, of the host or of this process's container or job, for this many ranks."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text(root / "proc/meminfo") or "", re.MULTILINE)
+    available = min(int(found[1]) * 1024 if found else 0, memory_limit(root))
     message = f"{available / GIGABYTE:.1f} GB available for {local_ranks} rank(s)"
     remedy = "2 GB per rank needed: fewer ranks, fewer num_data_workers, or more memory from the scheduler (--mem)"
     return judge("memory", message, remedy, warn=available < 2 * GIGABYTE * local_ranks)

@@ -24,6 +24,7 @@ from utils.data.sampling import EpochPlan, IntArray
 from utils.distributed.launch import in_batch_job, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
+from utils.quotas import cpu_quota
 from utils.user_code import is_user_code
 
 BUILDERS: dict[str, Callable[[DataConfig, Split, EpochPlan, Normalise], Loader]] = {
@@ -137,12 +138,15 @@ def _plan_epochs(config: DataConfig, labels: IntArray, world: World, training: b
 
 
 def cap_workers(config: SomeConfig, world: World) -> tuple[SomeConfig, list[str]]:
-    """Collective: return `config` with `num_data_workers` capped to this rank's part of its cores, and a note if so."""
+    """Collective: return `config` with `num_data_workers` capped to this rank's part of its cores, or of the CPU quota
+    of a node's ranks, and a note if so."""
     if config.data_loader not in LOADERS_WITH_WORKERS:
         return config, []
     here = (platform.node(), sorted(os.sched_getaffinity(0)))
-    sharing, cores = world.all_gather(here).count(here), len(here[1])
-    workers = min(config.num_data_workers, max(1, cores // sharing))
-    note = f"num_data_workers: {workers} instead of {config.num_data_workers}, for {sharing} rank(s) on {cores} cores"
+    places = world.all_gather(here)
+    shares = (len(here[1]), places.count(here)), (cpu_quota(), [node for node, _ in places].count(here[0]))
+    cores, sharing = min(shares, key=lambda share: share[0] / share[1])
+    workers = min(config.num_data_workers, max(1, int(cores / sharing)))
+    note = f"num_data_workers: {workers} instead of {config.num_data_workers}, for {sharing} rank(s) on {cores:g} cores"
     notes = [] if workers == config.num_data_workers else [note]
     return config.model_copy(update={"num_data_workers": workers}), notes

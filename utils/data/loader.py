@@ -24,6 +24,7 @@ from utils.data.sampling import EpochPlan, IntArray
 from utils.distributed.world import World
 from utils.errors import DataError, ExpectedError, print_error
 from utils.files import write_atomically
+from utils.quotas import usable_cores
 
 MOST_UNREADABLE = 0.01  # of the images of a split
 BATCHES_AT_ONCE = 64  # batches whose augmentation is sampled, and copied to the device, at once
@@ -187,7 +188,7 @@ class DeviceLoader(Loader):
     def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
         assert isinstance(split, ImageArrays)
         super().__init__(plan, normalise)
-        self.arrays, self.unreadable = split, split.unreadable
+        self.unreadable = split.unreadable
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the memory map is read-only; no code writes to it
             self.images = torch.from_numpy(split.images).to(self.device)
@@ -204,7 +205,6 @@ class DeviceLoader(Loader):
             if augmentation is not None:
                 maps = iter(self._copy(pixel_maps(augmentation, *self.images.shape[2:])).split(sizes))
             for chosen in self._copy(indices).split(sizes):
-                self.arrays.check_file()
                 images = self.images.index_select(0, chosen)
                 if augmentation is not None:
                     images = self.augment(images, next(maps))
@@ -236,7 +236,7 @@ def decode_all(split: Split, *, replace: bool) -> ImageArrays:
     if isinstance(split, ImageArrays):
         return split
     parts = np.array_split(np.arange(len(split.labels)), max(1, len(split.labels) // 256))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # decoding releases the GIL
+    with ThreadPoolExecutor(usable_cores()) as pool:  # decoding releases the GIL
         batches = list(pool.map(lambda part: split.read(part, None, replace=replace), parts))
     indices = np.concatenate([batch.indices for batch in batches])
     unreadable = {path: reason for batch in batches for path, reason in batch.unreadable.items()}

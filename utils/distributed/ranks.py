@@ -38,8 +38,8 @@ import torch.distributed as dist
 from utils.distributed.launch import Launch, find_launch, name_ranks
 from utils.distributed.world import World, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, complete_output, explain, print_error
-from utils.files import write_atomically
 from utils.program import command
+from utils.quotas import cpu_quota
 
 POLL_SECONDS = 0.05  # between two looks for a name, a port or a rank
 STORE_SECONDS = 30.0  # for torchrun's store to open, and for one answer of a store
@@ -72,8 +72,8 @@ def run_ranks(action: Callable[[World], None], device: str, timeout: float, fold
     launch, peers, outcome, action = Launch(), None, Failure(0), complete_output()(action)
     try:
         launch = find_launch(os.environ)
+        _set_threads(launch)
         if launch.world_size > 1:
-            _set_threads(launch.local_world_size)
             peers = Peers(launch, open_store(launch, timeout), timeout, folder)
         world = World(launch.rank, launch.local_rank, launch.world_size, choose_device(device, launch.local_rank))
         if world.device.type == "cuda":
@@ -93,12 +93,13 @@ def run_ranks(action: Callable[[World], None], device: str, timeout: float, fold
     return outcome.status
 
 
-def _set_threads(local_world_size: int) -> None:
-    """Without OMP_NUM_THREADS, which srun and mpirun do not set, give this process its share of the usable cores."""
-    cores = len(os.sched_getaffinity(0))
-    bound = cores * local_world_size <= (os.cpu_count() or 1)  # the launcher bound each process to separate cores
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores if bound else cores // local_world_size))
+def _set_threads(launch: Launch) -> None:
+    """Without OMP_NUM_THREADS, which srun and mpirun do not set, give this process its share of the usable cores and of
+    a container's CPU quota. A single process without a quota keeps PyTorch's number."""
+    cores, quota, ranks = len(os.sched_getaffinity(0)), cpu_quota(), launch.local_world_size
+    bound = cores * ranks <= (os.cpu_count() or 1)  # the launcher bound each process to separate cores
+    if "OMP_NUM_THREADS" not in os.environ and (launch.world_size > 1 or quota < cores):
+        torch.set_num_threads(max(1, int(min(cores if bound else cores / ranks, quota / ranks))))
 
 
 # ---- start
@@ -141,20 +142,13 @@ def _connect(address: str, launch: Launch, timeout: float) -> dist.TCPStore:
         f"{socket.gethostname()}\ncheck that {owner} has started, and that MASTER_ADDR and MASTER_PORT are right, "
         "pass the firewall, and belong to no other job or program"
     )
-
-    def give_up() -> NoReturn:
-        print_error(f"error: rank {launch.rank}: {message}")
-        os._exit(1)
-
     # PyTorch's own attempts would each print a stack trace
     if not wait_for(lambda: _is_open(address, launch.port), limit):
         raise ExpectedError(message)
-    # PyTorch waits forever for another program that listens at this port and never answers
-    with deadline(STORE_SECONDS, give_up):
-        try:
-            return dist.TCPStore(address, launch.port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
-        except dist.DistError:
-            raise ExpectedError(message) from None
+    try:
+        return dist.TCPStore(address, launch.port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
+    except dist.DistError:
+        raise ExpectedError(message) from None
 
 
 def _is_open(address: str, port: int) -> bool:
@@ -417,9 +411,7 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
         return Failure(130, f"{who}interrupted; earlier checkpoints are kept")
     from_torch = isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)
     if who and from_torch and (isinstance(error, dist.DistError) or LOST_RANK.search(str(error))):
-        # NCCL's first line says what failed, its last line why
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return Failure(1, f"error: {who}{'; '.join(dict.fromkeys((lines[0], lines[-1])))}")
+        return Failure(1, f"error: {who}{' '.join(str(error).split())}")
     expected = explain(error) if isinstance(error, Exception) else None
     if expected is not None:
         if who and expected.rank is not None:  # raised on another rank, which may report it later than this one
@@ -432,7 +424,5 @@ def _describe(error: BaseException, launch: Launch) -> Failure:
 def _report_status(launch: Launch, status: int) -> None:
     """Write the exit status to the file TRAIN_EXIT_STATUS_FILE: torchrun exits with 1 for every failure."""
     if (path := os.environ.get("TRAIN_EXIT_STATUS_FILE")) and launch.rank == 0:
-        try:
-            write_atomically(Path(path), f"{status}\n".encode())
-        except ExpectedError as error:
-            print(f"TRAIN_EXIT_STATUS_FILE: {error}", file=sys.stderr)
+        with suppress(OSError):  # the launcher then reports 1
+            Path(path).write_text(f"{status}\n", encoding="ascii")
