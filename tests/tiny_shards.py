@@ -32,6 +32,13 @@ def picture(seed=0, width=32, height=32):
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
+def encode(kind, image=None, **options):
+    """Return the bytes of a file of this kind, such as "PNG"."""
+    file = io.BytesIO()
+    (image or picture()).save(file, kind, **options)
+    return file.getvalue()
+
+
 def write_image(path, seed, width, height):
     path.parent.mkdir(parents=True, exist_ok=True)
     picture(seed, width, height).save(path, quality=95)

@@ -18,46 +18,29 @@ NEEDS_GPUS: dict[str, Any] = {
 SHORT = {
     "max_epochs": 2, "limit_train_batches": 1, "limit_valid_batches": 1, "device": "cpu", "num_data_workers": 0,
     "log_to_screen": False, "log_to_tensorboard": False, "enable_compile": False, "stop_at_accuracy": None,
-    "profiling_epoch_start": 2,
+    "profiling_epoch_start": 2, "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1,
+    "save_checkpoint": False, "zero_init_residual": False, "batch_size": 8, "valid_batch_size_per_gpu": 8,
 }  # fmt: skip
 
 
-def shorten(config, **changes):
-    """Shorten a block to two epochs of one batch."""
-    values = config.model_dump() | SHORT | changes
+def shorten(path, name):
+    """Return the settings of a block cut down to two epochs of one batch, the smallest network, and synthetic shapes or
+    small pictures."""
+    config = load_config(path, name)
+    values = config.model_dump() | SHORT
+    values |= {key: value for key, value in NEEDS_GPUS.items() if key != "data_loader" or values[key] == "dali"}
     values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
     values["lr_schedule"] = (1,) if config.schedule_kind == "step" else config.lr_schedule
-    values |= {key: value for key, value in NEEDS_GPUS.items() if key != "data_loader" or values[key] == "dali"}
     values["micro_batch_size"] = config.micro_batch_size and min(config.micro_batch_size, values["batch_size"])
-    return Config(**values)
-
-
-def run(config, folder):
-    """Train through the main of train.py."""
-    arguments = Arguments(config, "block", folder, "never", dry_run=False)
-    assert train.main(arguments) == 0
-    epochs = read_records(folder, "epoch")
-    assert [epoch["epoch"] for epoch in epochs] == [1, 2]
-    assert all(math.isfinite(epoch["loss/train"]) for epoch in epochs)
-    validated = epochs if config.validate_every_epochs == 1 else epochs[-1:]
-    assert all(math.isfinite(epoch["loss/valid"]) for epoch in validated)
-
-
-def _with_small_network(path, name):
-    """Return the shortened block with the smallest network, and synthetic shapes or small pictures."""
-    config = load_config(path, name)
-    changes = {"num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "save_checkpoint": False}
-    changes |= {"zero_init_residual": False}
-    changes |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
-    return shorten(config, **changes, batch_size=8, valid_batch_size_per_gpu=8).model_dump(mode="json")
+    values |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
+    return Config(**values).model_dump(mode="json")
 
 
 def _blocks_with_every_setting():
     """Choose few blocks that together cover the settings of all: each string, and each other value as true or false."""
     settings = {
         block: {
-            (key, value if isinstance(value, str) else bool(value))
-            for key, value in _with_small_network(*block.values).items()
+            (key, value if isinstance(value, str) else bool(value)) for key, value in shorten(*block.values).items()
         }
         for block in BLOCKS
     }
@@ -70,6 +53,11 @@ def _blocks_with_every_setting():
 
 @pytest.mark.parametrize(("path", "name"), _blocks_with_every_setting())
 def test_every_setting_of_a_block_trains(path, name, tmp_path, pictures):
-    config = Config(**_with_small_network(path, name))
-    where = {"data_path": str(pictures)} if config.dataset == "imagenet" else {}
-    run(config.model_copy(update=where), tmp_path)
+    config = Config(**shorten(path, name))
+    config = config.model_copy(update={"data_path": str(pictures)} if config.dataset == "imagenet" else {})
+    assert train.main(Arguments(config, "block", tmp_path, "never", dry_run=False)) == 0
+    epochs = read_records(tmp_path, "epoch")
+    assert [epoch["epoch"] for epoch in epochs] == [1, 2]
+    validated = epochs if config.validate_every_epochs == 1 else epochs[-1:]
+    losses = [epoch["loss/train"] for epoch in epochs] + [epoch["loss/valid"] for epoch in validated]
+    assert all(map(math.isfinite, losses))

@@ -174,9 +174,8 @@ def test_a_broken_block_is_named_with_its_place(text, message, tmp_path, refused
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path, refused):
-    for path, problem in {tmp_path / "no.yaml": "No such file or directory", tmp_path: "Is a directory"}.items():
-        expected = f"error: {path}: expected a YAML file of configuration blocks: {problem}\n"
-        assert refused(f"--yaml_config={path}") == expected
+    expected = f"error: {tmp_path}/no.yaml: expected a YAML file of configuration blocks: No such file or directory\n"
+    assert refused(f"--yaml_config={tmp_path}/no.yaml") == expected
 
 
 def test_a_block_extends_one_of_another_file(tmp_path, monkeypatch):
@@ -192,18 +191,18 @@ def test_a_block_extends_one_of_another_file(tmp_path, monkeypatch):
         encoding="utf-8",
     )
     start = load_config(Path("cifar100.yaml"), "bs512-opt")
-    assert load_config(own, "mine") == start.model_copy(update={"lr": 0.3})
-    assert load_config(own, "both") == start.model_copy(update={"lr": 0.4, "momentum": 0.7})
-    assert load_config(own, "again") == start.model_copy(update={"lr": 0.3, "seed": 3})
+    changed = {"mine": {"lr": 0.3}, "both": {"lr": 0.4, "momentum": 0.7}, "again": {"lr": 0.3, "seed": 3}}
+    for name, changes in changed.items():
+        assert load_config(own, name) == start.model_copy(update=changes)
     differences = {key: value for key, value in start.model_dump().items() if getattr(Config(), key) != value}
     assert list_blocks(own)["mine"] == differences | {"lr": 0.3}
     (tmp_path / "here.yaml").write_text("base:\n  lr: 0.7\n", encoding="utf-8")  # in the working directory only
     own.write_text("mine:\n  extends: here.yaml#base\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"here\.yaml#base.: no such file"):
         load_config(own, "mine")
-    own.write_text("again:\n  extends: cifar100.yaml#bs512-opt\n  lr: 0.3\n  seed: 3\n", encoding="utf-8")
+    own.write_text("again:\n  extends: cifar100.yaml#bs512-opt\n  seed: 3\n", encoding="utf-8")
     (own.parent / "cifar100.yaml").write_text("bs512-opt:\n  lr: 0.9\n", encoding="utf-8")
-    assert load_config(own, "again").model_dump() == Config(lr=0.3, seed=3).model_dump()
+    assert load_config(own, "again") == Config(lr=0.9, seed=3)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torchvision.datasets.folder import pil_loader
 
-from tests.tiny_shards import DALI, picture
+from tests.tiny_shards import DALI, encode, picture
 from utils.data.build import build_loaders, open_dataset
 from utils.data.datasets.image_files import decode_image
 
@@ -20,12 +20,6 @@ LEVELS_OF_DALI = 2  # of 255, maximum difference of a JPEG from PIL; seen on a C
 
 READ, UNREADABLE, IGNORED = "read", "unreadable", "ignored"
 FORMATS = {".png": "PNG", ".bmp": "BMP", ".ppm": "PPM", ".tif": "TIFF", ".tiff": "TIFF", ".pgm": "PPM", ".webp": "WEBP"}
-
-
-def encode(kind, image=None, **options):
-    file = io.BytesIO()
-    (image or picture()).save(file, kind, **options)
-    return file.getvalue()
 
 
 def animated(kind, **options):
@@ -40,7 +34,7 @@ def with_alpha(kind, **options):
 
 JPEG = encode("JPEG", quality=90)
 MIDDLE = (JPEG.rfind(b"\xff\xda") + len(JPEG)) // 2  # of the compressed data
-DEEP = encode("TIFF", picture().convert("L").convert("I;16"))
+DEEP, BLACK_IS_ZERO = encode("TIFF", picture().convert("L").convert("I;16")), struct.pack("<HHII", 262, 3, 1, 1)
 ROTATED = Image.Exif()
 ROTATED[0x0112] = 6
 ROWS = [  # (name, content or function of the path, outcome)
@@ -59,11 +53,7 @@ ROWS = [  # (name, content or function of the path, outcome)
     # other depths, signed numbers
     ("uint16.tif", DEEP, READ),
     ("float.tif", encode("TIFF", picture().convert("F")), UNREADABLE),
-    (
-        "white is 0.tif",
-        DEEP.replace(struct.pack("<HHII", 262, 3, 1, 1), struct.pack("<HHII", 262, 3, 1, 0)),
-        UNREADABLE,
-    ),
+    ("white is 0.tif", DEEP.replace(BLACK_IS_ZERO, BLACK_IS_ZERO[:-4] + bytes(4)), UNREADABLE),
     ("int16.tif", encode("TIFF", picture().convert("L").convert("I;16"), tiffinfo={339: 2}), UNREADABLE),
     ("float.ppm", b"Pf 4 4 -1.0\n" + np.ones(16, np.float32).tobytes(), UNREADABLE),
     # animated: the first frame

@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 
-from tests.conftest import read_records, tiny_config, without_times
+from tests.conftest import read_records, run, tiny_config, without_times
 from tests.processes import run_job
 from tools import evaluate
 from train import Trainer, main
@@ -70,7 +70,7 @@ def test_shared_batches_are_the_batches_of_the_rank_with_the_fewest(training, li
 
 def train(config, world, folder):
     """Train, and return the last record of each kind."""
-    Trainer(config, world, folder, "held").train()
+    run(config, world, folder)
     return last_records(folder)
 
 

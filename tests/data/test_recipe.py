@@ -140,15 +140,8 @@ def test_a_run_ends_at_its_target_and_stays_finished(tiny, one_rank, tmp_path):
 def test_of_equal_accuracies_the_first_is_the_best_and_an_incomplete_validation_never(tiny, one_rank):
     """Complete: at least 99 % of 200 images, and no fewer than the best's."""
     state, found = Trainer(tiny(), one_rank).run, []
-    for accuracy, images in (
-        (1.0, 197),
-        (0.4, 198),
-        (0.5, 199),
-        (0.5, 199),
-        (1.0, 198),
-        (0.6, 200),
-        (0.9, 199),
-        (0, 0),
+    for accuracy, images in zip(
+        (1.0, 0.4, 0.5, 0.5, 1.0, 0.6, 0.9, 0), (197, 198, 199, 199, 198, 200, 199, 0), strict=True
     ):
         state.best = state.best_with({"acc1": accuracy, "images": images} if images else {})
         state.epoch += 1
@@ -157,6 +150,8 @@ def test_of_equal_accuracies_the_first_is_the_best_and_an_incomplete_validation_
 
 
 EAGER = {"enable_nhwc": True, "enable_compile": True}
+PARALLEL = {"parallel": "dataparallel"}
+BF16 = PARALLEL | {"amp_dtype": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -177,6 +172,12 @@ EAGER = {"enable_nhwc": True, "enable_compile": True}
         ({"dataset": "cifar10", "data_loader": "synthetic", "holdout_images": 10}, "synthetic reads no images"),
         ({"ema_decay": 0.9, "opt_level": "O2"}, "ema_decay needs float32 weights"),
         ({"lr_schedule": "plateau", "validate_every_epochs": 2}, "plateau follows the validation loss of every epoch"),
+        (PARALLEL | {"enable_cuda_graphs": True, "enable_extra_opts": True}, "enable_cuda_graphs is set, but"),
+        (PARALLEL | {"enable_compile": True}, "enable_compile is set, .*, which cannot; use parallel ddp"),
+        (PARALLEL | {"fuse_norm_relu": True, "enable_nhwc": True}, "fuse_norm_relu is set"),
+        (PARALLEL | {"verify_every_steps": 10}, "verify_every_steps is set"),
+        (BF16 | {"enable_amp": True}, "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"),
+        (BF16 | {"opt_level": "O1"}, "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"),
     ],
 )
 def test_contradictory_settings_are_refused(tiny, changes, message):

@@ -4,6 +4,7 @@ import copy
 import itertools
 import os
 import re
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,7 @@ def configuration(**changes):
     return tiny_config(**{"batch_size": BATCH, "limit_valid_batches": None} | changes)
 
 
-def train_some_steps(world, num_steps, **changes):
+def train_some_steps(world, num_steps=20, **changes):
     """Return the state after some steps, and the number of the gradients' storages.
 
     BatchNorm is in eval mode, which does not keep an untrained network's activations in range: in float32, rounding
@@ -90,55 +91,21 @@ def on_ranks(folder, world_size, function, *arguments):
     return [torch.load(own / f"{rank}.pt") for rank in range(world_size)]
 
 
-def train_variants(world, num_steps, variants):
-    return {name: train_some_steps(world, num_steps, **changes) for name, changes in variants.items()}
+VALIDATION_SIZES = (2, 7, 100)
 
 
-def distance(a, b):
-    """Distance in the Euclidean norm, relative to b."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
-ACCUMULATIONS = {f"accumulated {number}": {"micro_batch_size": BATCH // number} for number in (2, 3, 4)}
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """Results of 20 steps in one process: the reference `plain`, and with accumulation."""
-    folder = tmp_path_factory.mktemp("one")
-    return on_ranks(folder, 1, train_variants, 20, {"plain": {}} | ACCUMULATIONS)[0]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_equal_one_process(tmp_path, one_process, world_size):
-    results, expected = on_ranks(tmp_path, world_size, train_variants, 20, {"plain": {}}), one_process["plain"]
-    assert len({result["plain"]["sample"] for result in results}) == world_size  # ranks have different dropout
-    for result in (result["plain"] for result in results):
-        for name in ("weights", "gradients"):
-            assert distance(result[name], expected[name]) < 1e-6, name
-        metrics = result["metrics"]
-        assert (metrics["images"], metrics["acc1"]) == (20 * BATCH, expected["metrics"]["acc1"])
-        assert metrics["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-def test_accumulation_equals_one_process(one_process, accumulation):
-    for name in ("weights", "gradients"):
-        assert distance(one_process[accumulation][name], one_process["plain"][name]) < 1e-6, name
-
-
-def test_all_options_of_ddp_give_the_same(tmp_path):
-    first, second = on_ranks(tmp_path, 2, train_variants, 3, VARIANTS)
-    reference = on_ranks(tmp_path, 1, train_variants, 3, {"plain": {}})[0]["plain"]
-    for name, result in first.items():
-        if name != "no communication":
-            assert distance(result["weights"], reference["weights"]) < 1e-6, name
-            assert torch.equal(result["weights"], second[name]["weights"]), name
-    assert distance(first["no communication"]["weights"], second["no communication"]["weights"]) > 1e-3
-    # gradients stay in the single bucket, however they are cleared
-    for name in ("fused", "zeroed", "dropped", "all at once", "accumulated, zeroed"):
-        assert first[name]["storages"] == 1, name
-    assert first["small buckets"]["storages"] > 3
+def validate(world):
+    """Validate the first few images, also in fewer batches than there are ranks."""
+    trainer = train.Trainer(configuration(), world)
+    trainer.run.log = RunLogger(Path(), enabled=False, to_screen=False, to_tensorboard=False)
+    whole, results = trainer.loaders.valid, {}
+    for size in VALIDATION_SIZES:
+        plan = EpochPlan(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)
+        loader = DeviceLoader.__new__(DeviceLoader)
+        loader.__dict__.update(whole.__dict__ | {"plan": plan})
+        trainer.loaders = replace(trainer.loaders, valid=loader)
+        results[size], _ = trainer.validate_one_epoch()
+    return results
 
 
 def repeat_a_step(world):
@@ -159,11 +126,65 @@ def repeat_a_step(world):
     return gradients, unchanged
 
 
-def test_the_first_step_sums_gradients_in_the_order_of_later_steps(tmp_path):
-    """Otherwise a resumed run of three ranks would differ in the last bit. DDP prints no warning."""
-    for (first, *others), unchanged in on_ranks(tmp_path, 3, repeat_a_step):
-        assert unchanged and first.norm() > 0
-        assert all(torch.equal(first, other) for other in others)
+def train_and_validate(world, variants):
+    """Return the results of `validate` and `repeat_a_step`, and of steps with each of the variants."""
+    results = {"validation": validate(world), "repeated": repeat_a_step(world)}
+    return results | {name: train_some_steps(world, **changes) for name, changes in variants.items()}
+
+
+def distance(a, b):
+    """Distance in the Euclidean norm, relative to b."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+ACCUMULATIONS = {f"accumulated {number}": {"micro_batch_size": BATCH // number} for number in (2, 3, 4)}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Results of one process: the references `plain` and `short`, and with accumulation."""
+    variants = {"plain": {}, "short": {"num_steps": 3}} | ACCUMULATIONS
+    return on_ranks(tmp_path_factory.mktemp("one"), 1, train_and_validate, variants)[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_equal_one_process(tmp_path, one_process, world_size):
+    """In training, and in validation, which counts each image once."""
+    results, expected = on_ranks(tmp_path, world_size, train_and_validate, {"plain": {}}), one_process["plain"]
+    assert len({result["plain"]["sample"] for result in results}) == world_size  # ranks have different dropout
+    for result in results:
+        for name in ("weights", "gradients"):
+            assert distance(result["plain"][name], expected[name]) < 1e-6, name
+        metrics = result["plain"]["metrics"]
+        assert (metrics["images"], metrics["acc1"]) == (20 * BATCH, expected["metrics"]["acc1"])
+        assert metrics["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-6)
+        for size, alone in one_process["validation"].items():
+            found = result["validation"][size]
+            assert (found["images"], found["acc1"]) == (size, alone["acc1"])
+            assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        # otherwise a resumed run of three ranks would differ in the last bit
+        (first, *others), unchanged = result["repeated"]
+        assert unchanged and first.norm() > 0 and all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_accumulation_equals_one_process(one_process, accumulation):
+    for name in ("weights", "gradients"):
+        assert distance(one_process[accumulation][name], one_process["plain"][name]) < 1e-6, name
+
+
+def test_all_options_of_ddp_give_the_same(tmp_path, one_process):
+    variants = {name: {"num_steps": 3} | changes for name, changes in VARIANTS.items()}
+    first, second = on_ranks(tmp_path, 2, train_and_validate, variants)
+    for name in VARIANTS:
+        if name != "no communication":
+            assert distance(first[name]["weights"], one_process["short"]["weights"]) < 1e-6, name
+            assert torch.equal(first[name]["weights"], second[name]["weights"]), name
+    assert distance(first["no communication"]["weights"], second["no communication"]["weights"]) > 1e-3
+    # gradients stay in the single bucket, however they are cleared
+    for name in ("fused", "zeroed", "dropped", "all at once", "accumulated, zeroed"):
+        assert first[name]["storages"] == 1, name
+    assert first["small buckets"]["storages"] > 3
 
 
 # ---- whole runs
@@ -174,19 +195,26 @@ def run_program(folder, changes, resume="auto"):
     return train.main(Arguments(configuration(**changes), "test", folder, resume, dry_run=False))
 
 
-def epochs_of(tmp_path, name, world_size, **changes):
-    """Return the epoch records of a whole run on `world_size` ranks; an existing run is resumed, also with changes."""
-    run = tmp_path / name
-    resume = [str(run.resolve())] if run.resolve().exists() else []
-    ended = run_job(tmp_path / f"job-{name}", world_size, run_program, run, changes, *resume)
+RESUMED = {"ema_decay": 0.8, "checkpoint_every_steps": 1, "keep_checkpoints": 9, "micro_batch_size": BATCH // 2}
+
+
+def epochs_of(run, world_size, *resume):
+    """Return the epoch records of a whole run on `world_size` ranks."""
+    ended = run_job(run.with_name(f"{run.name} on {world_size}"), world_size, run_program, run, RESUMED, *resume)
     assert [process.status for process in ended] == [0] * world_size, ended[0].errors
     return read_records(run, "epoch")
 
 
-def test_epoch_metrics_of_two_ranks_equal_accumulation(tmp_path):
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The folder of runs on one rank, which accumulates, and on two, and their epochs."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, {world_size: epochs_of(folder / str(world_size), world_size) for world_size in (1, 2)}
+
+
+def test_epoch_metrics_of_two_ranks_equal_accumulation(straight):
     """With BatchNorm in train mode: both see the same micro-batches, so weights and their average are bitwise equal."""
-    ranks = epochs_of(tmp_path, "ranks", 2, ema_decay=0.8)
-    accumulated = epochs_of(tmp_path, "accumulated", 1, micro_batch_size=BATCH // 2, ema_decay=0.8)
+    accumulated, ranks = straight[1].values()
     assert len(ranks) == 2
     for here, there in zip(ranks, accumulated, strict=True):
         for key in ("loss/train", "acc1/train", "learning_rate"):
@@ -197,20 +225,17 @@ def test_epoch_metrics_of_two_ranks_equal_accumulation(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
-def test_runs_resume_in_mid_epoch_with_an_average_at_any_world_size(tmp_path, before, after):
+def test_runs_resume_in_mid_epoch_with_an_average_at_any_world_size(tmp_path, straight, before, after):
     """After batch 2 of 4, neither the epoch's sums nor BatchNorm's statistics, which differ between ranks, are lost."""
-    settings = {"ema_decay": 0.8, "checkpoint_every_steps": 1, "keep_checkpoints": 9, "micro_batch_size": BATCH // 2}
-    straight = epochs_of(tmp_path, "straight", after, **settings)
-    epochs_of(tmp_path, "moved", before, max_epochs=1, **settings)
-    checkpoints = tmp_path / "moved/checkpoints"
-    for path in sorted(checkpoints.glob("step-*.pt"))[2:]:
+    moved = Path(shutil.copytree(straight[0] / str(before), tmp_path / "moved"))
+    for path in sorted((moved / "checkpoints").glob("step-*.pt"))[2:]:
         path.unlink()
-    (middle,) = newest_good(checkpoints)[1:2]
+    _, middle, _ = newest_good(moved / "checkpoints")
     assert middle is not None and (middle["epoch"], middle["batch"], len(middle["ranks"])) == (0, 2, before)
     assert middle["timing"][1] == BATCH  # counted so far, up to the first log point
-    moved = epochs_of(tmp_path / "again", "../moved", after, **settings)
-    assert [row["epoch"] for row in moved] == [1, 2]
-    for here, there in zip(moved, straight, strict=True):
+    found = epochs_of(moved, after, str(moved))
+    assert [row["epoch"] for row in found] == [1, 2]
+    for here, there in zip(found, straight[1][after], strict=True):
         for key in ("loss/train", "loss/valid"):
             assert here[key] == (there[key] if before == after else pytest.approx(there[key], rel=1e-5)), key
         for key in ("acc1/train", "acc1/valid", "images/valid", "learning_rate"):
@@ -259,7 +284,7 @@ def run_with_a_faulty_worker(folder, killed):
 
 NAN = "error: .*the loss stopped being a finite number in epoch 1, iteration 2,.*\n.*usual remedies.*"
 RAISED = r"error: rank 1: a loader worker failed: ZeroDivisionError: the sixth batch \(File .*"
-KILLED = r"error: rank 1: loader worker \d+ was killed, as the kernel does when host memory or /dev/shm runs out.*\n"
+KILLED = r"error: rank 1: a loader worker was killed, as the kernel does when host memory or /dev/shm runs out.*\n"
 FAILURES = {  # status, all lines on stderr, the place of the newest checkpoint
     "nan": (run_with_nan, (), 1, NAN, {"batch": 2}),
     "unused layer": (run_with_an_unused_layer, (), 2, r".*spare\.weight.*requires_grad_\(False\)", None),
@@ -280,31 +305,6 @@ def test_a_failure_on_one_rank_ends_both_and_is_printed_once(tmp_path, name):
         assert path is not None and place.items() <= state.items()
 
 
-VALIDATION_SIZES = (2, 7, 100)
-
-
-def validate(world):
-    """Validate the first few images, also in fewer batches than there are ranks."""
-    trainer = train.Trainer(configuration(), world)
-    trainer.run.log = RunLogger(Path(), enabled=False, to_screen=False, to_tensorboard=False)
-    whole, results = trainer.loaders.valid, {}
-    for size in VALIDATION_SIZES:
-        plan = EpochPlan(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)
-        loader = DeviceLoader.__new__(DeviceLoader)
-        loader.__dict__.update(whole.__dict__ | {"plan": plan})
-        trainer.loaders = replace(trainer.loaders, valid=loader)
-        results[size], _ = trainer.validate_one_epoch()
-    return results
-
-
-def test_validation_is_exact_at_any_world_size(tmp_path):
-    (alone,) = on_ranks(tmp_path, 1, validate)
-    for result in (on_ranks(tmp_path, world_size, validate)[0] for world_size in (2, 3, 4)):
-        for size in VALIDATION_SIZES:
-            assert (result[size]["images"], result[size]["acc1"]) == (size, alone[size]["acc1"])
-            assert result[size]["loss"] == pytest.approx(alone[size]["loss"], rel=1e-6)
-
-
 # ---- components
 
 
@@ -315,20 +315,9 @@ def test_a_micro_batch_is_no_larger_than_the_ranks_share():
         divide_batch(BATCH, 4, 4)
 
 
-def test_dataparallel_refuses_settings_that_need_one_gpu():
-    bf16, needs_ddp = {"amp_dtype": "bf16"}, "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"
-    graphs = {"enable_cuda_graphs": True, "enable_extra_opts": True}
-    for refused, message in (
-        (graphs, "enable_cuda_graphs is set, but parallel is dataparallel, which cannot; use parallel ddp"),
-        ({"enable_compile": True}, "enable_compile is set"),
-        ({"fuse_norm_relu": True, "enable_nhwc": True}, "fuse_norm_relu is set"),
-        ({"verify_every_steps": 10}, "verify_every_steps is set"),
-        (bf16 | {"enable_amp": True}, needs_ddp),
-        (bf16 | {"opt_level": "O1"}, needs_ddp),
-    ):
-        with pytest.raises(ValueError, match=message):
-            configuration(parallel="dataparallel", **refused)
-    for allowed in ({"enable_amp": True}, {"opt_level": "O1"}, bf16 | {"opt_level": "O2"}):
+def test_dataparallel_has_settings_of_several_gpus_only():
+    """What it refuses: test_contradictory_settings_are_refused."""
+    for allowed in ({"enable_amp": True}, {"opt_level": "O1"}, {"amp_dtype": "bf16", "opt_level": "O2"}):
         configuration(parallel="dataparallel", **allowed)
     automatic = {"enable_cuda_graphs": "auto", "enable_compile": "auto", "enable_extra_opts": True}
     assert not plan_on(configuration(parallel="dataparallel", **automatic), "cuda").compiled

@@ -30,10 +30,6 @@ END_OF_JPEG = b"\xff\xd9"  # its last marker; a truncated file lacks it
 BLACK_PIXEL = b"P6 1 1 255\n\0\0\0"  # replaces an empty batch, which DALI does not accept
 
 
-class DaliFailure(Exception):
-    """A pipeline failed; the message is DALI's."""
-
-
 class DaliLoader(Loader):
     """Runs one pipeline per epoch, with at least one thread, which prepares `AHEAD` batches."""
 
@@ -50,24 +46,10 @@ class DaliLoader(Loader):
         self.channels_last = normalise.memory_format is torch.channels_last
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches, done = self.plan.batches(self.epoch, self.first_batch), 0
-        while done < len(batches):
-            try:
-                for batch in self._run(batches[done:], pass_jpeg=True):
-                    yield batch
-                    done += 1
-            except DaliFailure as failure:
-                # Data of this batch, or of a later one that DALI has begun, are damaged: let PIL decode and name files.
-                try:
-                    yield from self._run(batches[done : done + 1], pass_jpeg=False)
-                except DaliFailure:
-                    raise DataError(f"DALI failed: {failure}\nuse --set data_loader=torchvision") from None
-                done += 1
-
-    def _run(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield these batches from a new pipeline."""
-        in_pipeline: deque[ReadSamples] = deque()
-        with closing(self._prepare_ahead(batches, pass_jpeg=pass_jpeg)) as prepared:  # type: ignore[type-var]
+        in_pipeline, batches = deque[ReadSamples](), self.plan.batches(self.epoch, self.first_batch)
+        if not batches:
+            return
+        with closing(self._prepare_ahead(batches)) as prepared:  # type: ignore[type-var]
             first = next(prepared)
 
             def inputs() -> Iterator[list[Any]]:
@@ -82,12 +64,12 @@ class DaliLoader(Loader):
                 on_device = torch.from_numpy(batch.indices).to(self.device, non_blocking=True)
                 yield images[: len(on_device)], self.labels[on_device]
 
-    def _prepare_ahead(self, batches: list[IntArray], *, pass_jpeg: bool) -> Iterator[ReadSamples]:
+    def _prepare_ahead(self, batches: list[IntArray]) -> Iterator[ReadSamples]:
         """Yield each batch, prepared ahead in threads, one batch per thread."""
         pool, waiting, epoch = ThreadPoolExecutor(self.num_threads), deque[Future[ReadSamples]](), self.epoch
         try:
             for indices in batches:
-                waiting.append(pool.submit(self._prepare, epoch, indices, pass_jpeg))
+                waiting.append(pool.submit(self._prepare, epoch, indices))
                 if len(waiting) > self.num_threads:
                     yield waiting.popleft().result()
             while waiting:
@@ -95,17 +77,16 @@ class DaliLoader(Loader):
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _prepare(self, epoch: int, indices: IntArray, pass_jpeg: bool) -> ReadSamples:
+    def _prepare(self, epoch: int, indices: IntArray) -> ReadSamples:
         """Return DALI's inputs by name, each [N, ...] or a list of N: images and parameters of their augmentation, in
-        NumPy, since a torch array makes DALI look for a driver. With `pass_jpeg`, JPEG is passed on unchanged; without
-        it, PIL decodes every file."""
+        NumPy, since a torch array makes DALI look for a driver."""
         split, config = self.split, self.plan.augmentation
         augmentation = self.plan.sample_augmentation(epoch, indices)
         crops = None if augmentation is None else augmentation.crop
 
         def prepare(content: bytes, row: int) -> tuple[np.ndarray, ...]:
             assert not isinstance(split, ImageArrays)
-            encoded, height, width = encode_for_dali(content, pass_jpeg=pass_jpeg)
+            encoded, height, width = encode_for_dali(content)
             if crops is None:
                 resized, corner = central_square(height, width, split.size, split.centre_fraction)
                 return encoded, np.array(resized, np.float32), np.array(corner, np.int32)
@@ -137,7 +118,8 @@ class DaliLoader(Loader):
         try:
             (output,) = pipeline.run()
         except RuntimeError as error:
-            raise DaliFailure(" ".join(str(error).split())) from None
+            reason = " ".join(str(error).split())
+            raise DataError(f"DALI failed: {reason}\nuse --set data_loader=torchvision") from None
         dense = output.as_tensor()
         images = torch.empty(dense.shape(), dtype=torch.float32, device=self.device)
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -205,17 +187,17 @@ class DaliLoader(Loader):
         return images
 
 
-def encode_for_dali(content: bytes, *, pass_jpeg: bool) -> tuple[np.ndarray, int, int]:
-    """Return an encoded image, uint8 [bytes], its height and width. With `pass_jpeg`, a whole JPEG in grey or RGB is
-    unchanged; PIL decodes any other image to PPM. Raises PIL's exception if it is no image: parsing an unknown file,
-    NVIDIA DALI 2.4 may kill the process."""
+def encode_for_dali(content: bytes) -> tuple[np.ndarray, int, int]:
+    """Return an encoded image, uint8 [bytes], its height and width. A whole JPEG in grey or RGB is unchanged; PIL
+    decodes any other image to PPM. Raises PIL's exception if it is no image: parsing an unknown file, NVIDIA DALI 2.4
+    may kill the process."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as header:
         size = header.size
         is_whole_jpeg = header.format == "JPEG" and header.mode in ("L", "RGB") and content.endswith(END_OF_JPEG)
         is_whole_jpeg &= max(size) <= MOST_ELONGATED * min(size)
-    if not (pass_jpeg and is_whole_jpeg):
+    if not is_whole_jpeg:
         image = decode_image(content)
         size = image.size
         content = b"P6 %d %d 255\n" % size + image.tobytes()

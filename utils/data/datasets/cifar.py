@@ -71,10 +71,7 @@ willow_tree wolf woman worm
 
 VERSIONS = {
     "cifar10": CifarVersion(
-        "cifar10",
-        title="CIFAR-10",
-        folder="cifar-10-batches-bin",
-        label_bytes=1,
+        "cifar10", title="CIFAR-10", folder="cifar-10-batches-bin", label_bytes=1,
         train=CifarSplit(
             tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
             "d17523651dcffdf1be45e6671e5077f61b15cbf5376a64e556c870e6fb6066d3",
@@ -86,10 +83,7 @@ VERSIONS = {
         std=(0.24703223246328201, 0.24348512800005553, 0.2615878417279645),
     ),
     "cifar100": CifarVersion(
-        "cifar100",
-        title="CIFAR-100",
-        folder="cifar-100-binary",
-        label_bytes=2,
+        "cifar100", title="CIFAR-100", folder="cifar-100-binary", label_bytes=2,
         train=CifarSplit(("train.bin",), "38687b68dab48bb273094c1b366473fcb718ca3d9136c8d50f53cdd7bbe0964f"),
         valid=CifarSplit(("test.bin",), "4bdb8df876901fd525a2b0f3b17dfa05b56653fbc064870eae5c11955f179c3c"),
         class_names=tuple(_CIFAR100_CLASSES.split()),
@@ -97,7 +91,7 @@ VERSIONS = {
         mean=(0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
         std=(0.2673342858792401, 0.2564384629170883, 0.27615047132568404),
     ),
-}
+}  # fmt: skip
 
 
 def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archive: Path | None = None) -> list[Arrays]:

@@ -35,7 +35,7 @@ def _build_dataset(what: str, config: DatasetConfig, returned: Mapping[str, Any]
     names, data_path = returned["class_names"], Path(config.data_path)
     if isinstance(names, str) or len(names) < 2 or not all(isinstance(name, str) for name in names):
         raise DataError(f"{what}: class_names is {names!r:.60}; expected at least two strings, one for each label")
-    class_names = tuple(printable_name(name, of_file=False) for name in names)
+    class_names = tuple(map(printable_name, names))
     train, valid = (_read_split(f"{what}, {name}", returned[name], len(names), data_path) for name in NEEDED[:2])
     if missing := sorted({*valid.labels.tolist()} - {*train.labels.tolist()}):
         raise DataError(

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from unicodedata import normalize
 
 import numpy as np
 
@@ -80,9 +79,7 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
             continue
         folders, names = _entries(path)
         if unknown := [name for name in map(printable, folders) if name not in labels]:
-            composed = {normalize("NFC", name) for name in labels}
-            form = ", some in another Unicode form" * any(normalize("NFC", name) in composed for name in unknown)
-            named = f"{shorten(', '.join(unknown), 80)}{form}\nits classes are: {shorten(', '.join(labels), 160)}"
+            named = f"{shorten(', '.join(unknown), 80)}\nits classes are: {shorten(', '.join(labels), 160)}"
             raise DataError(f"{path}: folders that are no classes of this run: {named}")
         images = [(os.path.join(path, name), -1) for name in names]
         for name in folders:
@@ -112,14 +109,11 @@ def _list_images(folder: str) -> list[str]:
     def fail(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions") from None
 
-    split = os.path.dirname(folder)
-    images, above = list[str](), {split: [os.path.realpath(split)]}  # real paths from the split to each folder
+    images = list[str]()
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
-        place = os.path.realpath(parent)
-        passed = above[os.path.dirname(parent)]
-        if any(Path(one).is_relative_to(place) for one in passed):
+        place, *above = map(os.path.realpath, (parent, *Path(parent).parents))
+        if any(Path(one).is_relative_to(place) for one in above):
             raise DataError(f"{parent}: links back to {place}; remove the link")
-        above[parent] = [*passed, place]
         folders[:] = [name for name in folders if not name.startswith(".")]
         images += [os.path.join(parent, name) for name in files if name.lower().endswith(EXTENSIONS)]
     return sorted(images, key=os.path.split)

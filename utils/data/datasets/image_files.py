@@ -210,9 +210,7 @@ def describe_unreadable(unreadable: dict[str, str]) -> str:
     return f"cannot be read as an image: {printable_name(path)}{others} ({reason})"
 
 
-def printable_name(name: str, *, of_file: bool = True) -> str:
-    """Escape the unprintable parts of a name, such as bytes that are not UTF-8. Only a file's name has the locale's
-    encoding."""
-    encoded = os.fsencode(name) if of_file else name.encode(errors="surrogateescape")
-    decoded = encoded.decode(errors="backslashreplace")
+def printable_name(name: str) -> str:
+    """Escape the unprintable parts of a name, such as bytes that are not UTF-8."""
+    decoded = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in decoded)
