@@ -154,7 +154,7 @@ PACKAGES_OF_THE_PRODUCT = {
     "tools/doctor": 900,
     "tools": 4_310,
     "utils/config": 490,
-    "utils/data": 2_072,
+    "utils/data": 2_075,
     "utils/distributed": 885,
     "utils/run": 1_750,
     "utils/kernels": 1_370,

@@ -111,7 +111,7 @@ def _list_images(folder: str) -> list[str]:
 
     images = list[str]()
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
-        place, *above = map(os.path.realpath, (parent, *Path(parent).parents))
+        place, *above = [os.path.realpath(one) for one in (Path(parent), *Path(parent).parents)]
         if any(Path(one).is_relative_to(place) for one in above):
             raise DataError(f"{parent}: links back to {place}; remove the link")
         folders[:] = [name for name in folders if not name.startswith(".")]
