@@ -24,8 +24,8 @@ stage() (
 )
 
 touch "$notes/nodes/$SLURMD_NODENAME" || give_up "cannot write to $notes" 1
-if [[ -n $STAGE_DATA ]]; then # FROM:TO
-  from=${STAGE_DATA%%:*} to=${STAGE_DATA#*:} to=${to%/} staged=0
+if [[ -n $SUBMIT_STAGE ]]; then # FROM:TO
+  from=${SUBMIT_STAGE%%:*} to=${SUBMIT_STAGE#*:} to=${to%/} staged=0
   stage "$from" "$to" || staged=$?
   if ((staged)); then # 3, as train.py would exit without these data
     echo "$staged" >"$TRAIN_EXIT_STATUS_FILE" || true
@@ -35,5 +35,6 @@ if [[ -n $STAGE_DATA ]]; then # FROM:TO
   set -- "$@" --set "data_path=$to"
 fi
 [[ $SLURMD_NODENAME == "$head_node" ]] && is_host=true || is_host=false
-exec $LAUNCHER_PREFIX python -m tools.torchrun "$log-$SLURMD_NODENAME.log" --local_addr="$SLURMD_NODENAME$HOST_SUFFIX" \
-  --rdzv_conf="store_type=$store,is_host=$is_host,join_timeout=$JOIN_TIMEOUT,read_timeout=$JOIN_TIMEOUT" "$@"
+join="join_timeout=$SUBMIT_JOIN_TIMEOUT,read_timeout=$SUBMIT_JOIN_TIMEOUT"
+exec $SUBMIT_PREFIX python -m tools.torchrun "$log-$SLURMD_NODENAME.log" \
+  --local_addr="$SLURMD_NODENAME$SUBMIT_HOST_SUFFIX" --rdzv_conf="store_type=$store,is_host=$is_host,$join" "$@"

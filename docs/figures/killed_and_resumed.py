@@ -56,7 +56,7 @@ def submit(cluster: SlurmCluster, run: Path) -> int:
     return cluster.submit(
         ROOT / "submit_multinode.slr", "--config=quickstart", *settings, f"--run-dir={run}",
         options=("--cpus-per-task=2", "--gpus-per-node=2", f"--output={run.parent}/%x-%j.out"), cwd=ROOT,
-        OMP_NUM_THREADS="1", PATH=path, PROCESSES_PER_NODE="1",
+        OMP_NUM_THREADS="1", PATH=path, SUBMIT_PROCESSES="1",
     )  # fmt: skip
 
 

@@ -8,9 +8,8 @@ import subprocess
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import BLOCKS, ROOT
 from utils import errors
-from utils.config import list_blocks
 from utils.config.command_line import parse_arguments
 from utils.errors import ExpectedError
 
@@ -95,12 +94,12 @@ def test_sbatch_commands_can_be_submitted(monkeypatch):
 
 @pytest.mark.parametrize("path", [*PAGES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_configurations_exist(path):
-    known = {name for file in (ROOT / "config").glob("*.yaml") for name in list_blocks(file)}
+    known = {name for _, name in (block.values for block in BLOCKS)}
     text = path.read_text(encoding="utf-8")
     named = set(re.findall(r"--config(?:=| (?=bs\d))([a-z0-9][\w.+-]*)", text))
     lists = re.findall(r"--configs=([a-z0-9][a-z0-9,-]+)", text)
     named |= {name for names in lists for name in names.split(",")}
-    named |= set(re.findall(r"TRAIN_CONFIG:-([\w.+-]+)", text))
+    named |= set(re.findall(r"SUBMIT_CONFIG:-([\w.+-]+)", text))
     own = {name for block in OWN_FILE.findall(text) for name in re.findall(r"^([\w.+-]+):", block, re.MULTILINE)}
     assert named <= known | own
 

@@ -13,7 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from tests.processes import ROOT, wait_until
 from tools.runs import read_records
@@ -57,6 +60,16 @@ def why_not():
     if subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False).returncode:
         return "namespaces are not allowed here, or this is not root"
     return None
+
+
+@contextlib.contextmanager
+def start_cluster(num_nodes, settings=""):
+    """Give a running SlurmCluster; skip the test on a machine that cannot have one."""
+    if reason := why_not():
+        pytest.skip(reason)
+    # a short path: the length of Unix socket paths is limited
+    with tempfile.TemporaryDirectory(prefix="slurm-") as made, SlurmCluster(Path(made), num_nodes, settings) as cluster:
+        yield cluster
 
 
 class SlurmCluster:
@@ -222,9 +235,8 @@ PartitionName=low-grace Nodes=ALL GraceTime=60
 
 
 def link_project(folder):
-    """Link the project as jobs see it, without train.py; their output stays out of the real folder."""
-    folder.mkdir(exist_ok=True)
-    for name in ["config", "deploy", "models", "tools", "utils", "submit.slr", "submit_multinode.slr"]:
+    """Link the project as jobs see it; their output stays out of the real folder."""
+    for name in ["config", "deploy", "models", "tools", "utils", "train.py", "submit.slr", "submit_multinode.slr"]:
         (folder / name).symlink_to(ROOT / name)
     return folder
 
@@ -239,7 +251,7 @@ class SlurmRun:
 
     def submit(self, script="submit_multinode.slr", words=("--config=bs128-opt",), options=OPTIONS, **environment):
         """Submit the training, or its next job; return the run."""
-        base = {"OMP_NUM_THREADS": "1", "PATH": f"{PYTHON}:{os.environ['PATH']}", "PROCESSES_PER_NODE": "1"}
+        base = {"OMP_NUM_THREADS": "1", "PATH": f"{PYTHON}:{os.environ['PATH']}", "SUBMIT_PROCESSES": "1"}
         base |= {"SLURM_WAIT": "60"} | environment
         options, words = (*options, f"--output={self.output}"), (*words, *self.words)
         self.job = self.cluster.submit(self.project / script, *words, options=options, cwd=self.project, **base)
@@ -260,5 +272,7 @@ class SlurmRun:
         assert fields["JobState"] == state, f"{fields['JobState']} {fields['ExitCode']}, not {state}:\n{self.log()}"
         return fields
 
-    def records(self, *kinds):
-        return read_records(self.folder / METRICS, *kinds)
+    def epochs(self):
+        """Return the records of the epochs without the measured times."""
+        records = read_records(self.folder / METRICS, "epoch")
+        return [{key: value for key, value in record.items() if "sec" not in key} for record in records]

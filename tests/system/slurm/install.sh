@@ -1,5 +1,5 @@
 #!/bin/bash
-# Install Debian's Slurm for the tests marked `slurm`, rsync for the test of STAGE_DATA, and Open MPI for the test of
+# Install Debian's Slurm for the tests marked `slurm`, rsync for the test of SUBMIT_STAGE, and Open MPI for the test of
 # mpirun. Needs root. Starts no service: the tests start their own cluster.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
