@@ -2,7 +2,6 @@
 
     python -m tests.mutants                        # all mutants
     python -m tests.mutants --only seed Slurm      # mutants whose names contain one of these texts
-    python -m tests.mutants --list
 
 The mutants are in the YAML files of this folder: {changed file: [{name, old, new, tests, k}]}. `name` describes the
 mistake; `old` must occur exactly once in the file; `tests` are test files, `k` is pytest's -k for them. Each mutant is
@@ -96,7 +95,6 @@ def main(argv=None, folder=HERE, root=ROOT):
     """Print a line for each mutant and the score; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these")
-    parser.add_argument("--list", action="store_true", help="print the mutants' names and exit")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutants at a time (default: 2)")
     parser.add_argument(
         "--limit", type=float, default=300, metavar="SECONDS", help="a longer test run kills the mutant (default: 300)"
@@ -105,9 +103,6 @@ def main(argv=None, folder=HERE, root=ROOT):
     mutants = read_mutants(folder)
     if options.only:
         mutants = [mutant for mutant in mutants if any(text in mutant["name"] for text in options.only)]
-    if options.list:
-        print("\n".join("{table}: {name} ({file})".format(**mutant) for mutant in mutants))
-        return 0
     states = run_all(root, mutants, options.jobs, options.limit)
     for table in sorted({mutant["table"] for mutant in mutants}):
         counts = Counter(state for mutant, state in zip(mutants, states, strict=True) if mutant["table"] == table)

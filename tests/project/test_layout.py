@@ -1,16 +1,21 @@
 """The layout of the code: imports go one way and have no side effects; no file names a path of one machine."""
 
 import ast
+import importlib
+import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from graphlib import TopologicalSorter
 
 import pytest
+import torch
 
 from tests.conftest import ROOT
+from tests.processes import Ended, Job
 
 PACKAGES = ("models", "tools", "utils")
 SCRIPTS = ("api", "train", "train_simple")
@@ -84,32 +89,33 @@ def test_files_named_in_documents_exist(name):
     assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
+def state_of_the_process():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_rng_state().tolist()
+    return handlers, settings, torch.cuda.is_initialized(), torch.distributed.is_initialized(), os.listdir()
+
+
+def import_everything(folder):
+    """In a process of its own, which may have imported some modules before."""
+    os.chdir(folder)
+    sys.path.insert(0, str(ROOT))
+    before = state_of_the_process()
+    for name in MODULES:
+        sys.modules.pop(name, None)
+    for name in sorted(MODULES):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in OPTIONAL:
+                raise
+    assert state_of_the_process() == before
+
+
 def test_imports_have_no_side_effects(tmp_path):
     """Importing all modules in one process prints nothing, writes no file, starts no CUDA, sets no signal handler and
     changes no random state or torch setting."""
-    program = f"""
-import importlib, signal, sys
-sys.path.insert(0, {str(ROOT)!r})
-sys.dont_write_bytecode = True
-import torch
-def state():
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    settings = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_rng_state().tolist()
-    return handlers, settings, torch.cuda.is_initialized(), torch.distributed.is_initialized()
-before = state()
-for name in {sorted(MODULES)!r}:
-    try:
-        importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in {OPTIONAL!r}:
-            raise
-assert state() == before
-"""
-    process = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
-    assert list(tmp_path.iterdir()) == []
+    (empty := tmp_path / "empty").mkdir()
+    assert Job(tmp_path, import_everything, [empty], [{}]).wait() == [Ended(0, "", "")]
 
 
 def test_every_imported_package_is_a_dependency_or_optional():

@@ -15,7 +15,7 @@ SMALL = "Ladder.options=--configs=quickstart --iters=2 --trials=1 --set=batch_si
 SLOW = '{"results": {"rungs": {"quickstart": {"full": {"median": 5}}}}}'
 
 
-def reframe(folder: Path, *options: str) -> str:
+def reframe(folder, *options):
     """Run the checks with ReFrame's files in `folder`; return the output."""
     script = Path(sysconfig.get_path("scripts"), "reframe")
     command = [str(script), "-c", str(ROOT / "examples/reframe/node.py"), "-r", f"--prefix={folder}", "--nocolor"]
@@ -36,7 +36,7 @@ def reframe(folder: Path, *options: str) -> str:
     ],
     ids=["good", "warning", "failure", "no output", "no report", "slow"],
 )
-def test_what_the_command_prints_decides(check: str, prints: str, outcome: str, tmp_path: Path) -> None:
+def test_what_the_command_prints_decides(check, prints, outcome, tmp_path):
     make_command(tmp_path, "python", prints)
     output = reframe(tmp_path, "-n", check, "-S", f"{check}.executable={tmp_path}/python")
     assert outcome in output
@@ -44,7 +44,7 @@ def test_what_the_command_prints_decides(check: str, prints: str, outcome: str, 
 
 
 @pytest.mark.slow
-def test_both_checks_run_on_this_machine(tmp_path: Path) -> None:
+def test_both_checks_run_on_this_machine(tmp_path):
     output = reframe(tmp_path, "--exec-policy=serial", "-S", SMALL)
     assert "Ran 2/2 test case(s) from 2 check(s) (0 failure(s)" in output, output
     assert "P: quickstart: " in output

@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def _read_blocks(path: Path) -> dict[str, CommentedMap]:
     return {str(name): block for name, block in blocks.items()}
 
 
+@lru_cache(maxsize=32)  # several blocks of one file, and files that extend it
 def _parse_yaml(text: str, origin: str, what: str) -> Any:
     """Parse a YAML text. Raises `ConfigError` for whatever ruamel.yaml raises, with the line in a file."""
     try:

@@ -68,5 +68,6 @@ def compare_with_ddp(rank: int, end: Barrier, folder: str, bucket_bytes: int, mo
 
 @pytest.mark.parametrize(("bucket_bytes", "most_calls"), [(2**20, 1), (1500, 4)], ids=["one bucket", "several"])
 def test_gradients_equal_ddp(bucket_bytes: int, most_calls: int, tmp_path: Path) -> None:
-    end = multiprocessing.get_context("spawn").Barrier(WORLD_SIZE)
-    multiprocessing.spawn(compare_with_ddp, (end, str(tmp_path), bucket_bytes, most_calls), WORLD_SIZE)
+    end = multiprocessing.get_context("fork").Barrier(WORLD_SIZE)
+    arguments = (end, str(tmp_path), bucket_bytes, most_calls)
+    multiprocessing.start_processes(compare_with_ddp, arguments, WORLD_SIZE, start_method="fork")

@@ -87,6 +87,7 @@ def on_fake_cuda(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_captures_results_and_the_record(on_fake_cuda):
     """A capture computes nothing and each replay computes; illegal calls in a capture fail and are recorded."""
     seen = json.loads(on_fake_cuda(PROGRAM, PYTHONPATH=str(ROOT)))
@@ -103,6 +104,7 @@ def test_captures_results_and_the_record(on_fake_cuda):
     assert seen["waits"] >= 1  # the gradients are read by the host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "total"), [([], "3.0"), (["-m", "tools.bench"], "0.0")])
 def test_sitecustomize_starts_the_arithmetic_except_in_benches(on_fake_cuda, words, total):
     path = f"{ROOT / 'tests/system/fake_cuda/site'}:{ROOT}"

@@ -126,13 +126,13 @@ def _strike(fault):
 
 
 def campaign(job, seed, numbers, faults, work):
-    """Run until `faults` faults have struck; return ({"KIND: met", "KIND: survived", "KIND: named": count}, problems).
-    Runs with problems are kept in `work`."""
+    """Run until `faults` faults have struck; return ({kind: faults that struck}, the same of runs with problems, the
+    problems). Runs with problems are kept in `work`."""
     uninterrupted = work / "uninterrupted"
     with Attempt(job, uninterrupted) as attempt:
         if (status := attempt.wait()) != 0:
             raise ExpectedError(f"the uninterrupted run failed with status {status}:\n{attempt.end_of_output()}")
-    counts, problems = Counter(), []
+    struck, unexpected, problems = Counter(), Counter(), []
     for number in numbers:
         folder, met = work / f"run-{number}", []
         try:
@@ -142,21 +142,20 @@ def campaign(job, seed, numbers, faults, work):
         except ExpectedError as error:  # it hangs
             wrong = [str(error)]
         wrong += find_leftovers(folder)
-        for fault, named in met:
-            counts.update([f"{fault.kind}: met"])
-            counts.update([f"{fault.kind}: survived"] * (not wrong) + [f"{fault.kind}: named"] * named)
-        struck = ", ".join(f"{fault.kind} after step {fault.step}" for fault, _ in met) or "none struck"
-        print(f"run {number}: {struck}: {'UNEXPECTED' if wrong else 'as expected'}", flush=True)
+        struck.update(fault.kind for fault in met)
+        unexpected.update(fault.kind for fault in met if wrong)
+        faced = ", ".join(f"{fault.kind} after step {fault.step}" for fault in met) or "none struck"
+        print(f"run {number}: {faced}: {'UNEXPECTED' if wrong else 'as expected'}", flush=True)
         problems += [f"run {number}: {problem}" for problem in wrong]
         if not wrong:
             shutil.rmtree(folder)
-        if sum(count for name, count in counts.items() if name.endswith(": met")) >= faults:
+        if struck.total() >= faults:
             break
-    return counts, problems
+    return struck, unexpected, problems
 
 
 def meet_faults(job, starts, folder):
-    """Start the run until it has finished; return ([(fault that struck, whether it was named)], problems)."""
+    """Start the run until it has finished; return (the faults that struck, problems)."""
     met, wrong, trained = [], [], 0
     for faults in starts:
         for fault in faults:
@@ -172,9 +171,8 @@ def meet_faults(job, starts, folder):
             output = attempt.log.read_text(errors="replace")
         struck = [fault for fault in faults if fault.mark in output]
         finished = bool(read_records(folder / METRICS, RECORDS[-1]))
-        named, problems = check_start(struck, status, output, job.nproc, finished)
-        met += zip(struck, named, strict=True)
-        wrong += problems
+        met += struck
+        wrong += check_start(struck, status, output, job.nproc, finished)
         if wrong or status == 0:
             break
     records = len(read_records(folder / METRICS, "start", "resume"))
@@ -183,22 +181,21 @@ def meet_faults(job, starts, folder):
 
 
 def check_start(struck, status, output, nproc, finished):
-    """Return (whether each fault of a start was named, if it had to be; problems).
-
-    A fault may come after the training has `finished`, too late to end the start."""
+    """Return the problems of a start: another status than its last fault's, a fault that had to be named and is not,
+    several messages. A fault may come after the training has `finished`, too late to end the start."""
     ended_by = [fault for fault in struck if KINDS[fault.kind].statuses]
     expected = KINDS[ended_by[-1].kind].statuses if ended_by else (0,)
     too_late = finished and status == 0
-    end, all_named, wrong = output[-800:], [], []
+    end, wrong = output[-800:], []
     if status not in expected and not too_late:
         wrong.append(f"status {status} after {[fault.kind for fault in struck]}, expected {expected}: {end}")
-    for fault in struck:
+    silent = status < 0 and (nproc == 1 or finished)  # a killed process prints nothing
+    for fault in struck if not silent else []:
         pattern = KINDS[fault.kind].named.format(rank=fault.rank, who=f"rank {fault.rank}: " if nproc > 1 else "")
-        silent = status < 0 and (nproc == 1 or finished)  # a killed process prints nothing
-        all_named.append(silent or (too_late and fault in ended_by) or re.search(pattern, output) is not None)
-        wrong += [] if all_named[-1] else [f"{fault.kind} is not named ({pattern!r}): {end}"]
+        if not (too_late and fault in ended_by) and not re.search(pattern, output):
+            wrong.append(f"{fault.kind} is not named ({pattern!r}): {end}")
     errors = re.findall(r"^error: .*", output, re.MULTILINE)
-    return all_named, wrong + ([f"several messages: {errors}"] if len(errors) > 1 else [])
+    return wrong + ([f"several messages: {errors}"] if len(errors) > 1 else [])
 
 
 def find_leftovers(folder):
@@ -212,15 +209,11 @@ def find_leftovers(folder):
     return left
 
 
-def show(counts):
+def show(met, unexpected):
     """Print a table by kind, with sums."""
-    numbers = {kind: [counts[f"{kind}: {what}"] for what in ("met", "survived", "named")] for kind in KINDS}
-    numbers["all"] = [sum(column) for column in zip(*numbers.values(), strict=True)]
-    rows = [
-        [kind, str(met), str(survived), str(named) if kind in KINDS and KINDS[kind].named else "-", str(met - survived)]
-        for kind, (met, survived, named) in numbers.items()
-    ]
-    print_table("", ["fault", "met", "survived", "named right", "unexpected"], rows)
+    rows = [[kind, str(met[kind]), str(unexpected[kind])] for kind in KINDS]
+    rows.append(["all", str(met.total()), str(unexpected.total())])
+    print_table("", ["fault", "met", "in runs with problems"], rows)
 
 
 def _is_of_a_library(path):
@@ -251,10 +244,10 @@ def main(argv=None):
     get_temp_dir()  # outside `temporary`, since multiprocessing removes it at exit
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:  # not below --work-dir: sockets need a short path
         os.environ["TMPDIR"] = tempfile.tempdir = temporary  # inherited by forked ranks
-        counts, problems = campaign(ForkedRun(train, nproc, options.timeout), seed, numbers, faults, work)
+        struck, unexpected, problems = campaign(ForkedRun(train, nproc, options.timeout), seed, numbers, faults, work)
         left = [path for path in Path(temporary).iterdir() if not _is_of_a_library(path)]
         problems += [f"left behind in TMPDIR: {path.name}" for path in left]
-    show(counts)
+    show(struck, unexpected)
     if problems:
         print("\n".join(problems) + f"\nverdict: {len(problems)} UNEXPECTED; the runs are in {work}")
     else:

@@ -60,4 +60,4 @@ def test_an_unexpected_end_is_reported(tmp_path, status, message, wrong):
     run = ScriptedRun([str(status), message, "start end"], 1, 60, time.monotonic() + 60)
     met, found = meet_faults(run, [[Fault("USR1", 7, 0)]], tmp_path / "run")
     assert [problem.split(":")[0] for problem in found] == [problem.split(":")[0] for problem in wrong]
-    assert [(fault.kind, named) for fault, named in met] == [("USR1", "SIGUSR1" in message)]
+    assert [fault.kind for fault in met] == ["USR1"]
