@@ -169,7 +169,7 @@ class Trainer:
                 learner.average_buffers(self.world)
             if number % self.config.log_freq == 0:
                 self._log_point(number, images)
-            self._handle_requests(stop=self.requests.poll())
+            self._stop_or_save()
 
     def _log_point(self, iteration: int, images: Tensor) -> None:
         run, learner = self.run, self.learner
@@ -200,7 +200,7 @@ class Trainer:
         def after_batch(number: int) -> None:
             self.run.log.advance_bar(number)
             if number <= loader.plan.shared_batches:
-                self._handle_requests(stop=self.requests.poll())
+                self._stop_or_save()
 
         with self.run.clock.during(name):
             return validate(self.learner, loader, self.world, collectors, after_batch).average(self.world)
@@ -257,10 +257,10 @@ class Trainer:
 
     # ---- stop, save, resume
 
-    def _handle_requests(self, *, stop: bool) -> None:
+    def _stop_or_save(self) -> None:
         """Collective: between two batches, stop if a signal asked for it, or save for checkpoint_every_steps."""
         every, steps = self.config.save_checkpoint and self.config.checkpoint_every_steps, self.learner.steps
-        if stop:
+        if self.requests.poll():
             self._save_and_stop()
         elif every and steps % every == 0 and steps > self.run.saved_step:
             self.run.check_finite(self.learner.sums.average(self.world))

@@ -97,7 +97,7 @@ VALIDATION_SIZES = (2, 7, 100)
 def validate(world):
     """Validate the first few images, also in fewer batches than there are ranks."""
     trainer = train.Trainer(configuration(), world)
-    trainer.run.log = RunLogger(Path(), enabled=False, to_screen=False, to_tensorboard=False)
+    trainer.run.log = RunLogger(Path(), enabled=False, to_screen=False)
     whole, results = trainer.loaders.valid, {}
     for size in VALIDATION_SIZES:
         plan = EpochPlan(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)

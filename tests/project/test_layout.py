@@ -162,7 +162,7 @@ PACKAGES_OF_THE_PRODUCT = {
     "utils/config": 490,
     "utils/data": 2_075,
     "utils/distributed": 885,
-    "utils/run": 1_750,
+    "utils/run": 1_710,
     "utils/kernels": 1_370,
     "utils/training": 2_020,
     "utils/verify": 320,

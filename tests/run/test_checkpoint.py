@@ -9,6 +9,7 @@ import shutil
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -216,12 +217,9 @@ def test_random_states_are_restored():
 
 
 def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch):
-    def no_space(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     path = tmp_path / "file"
     files.write_atomically(path, b"old")
-    monkeypatch.setattr(os, "fsync", no_space)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(ExpectedError, match="file: cannot be written: No space left on device; an earlier version"):
         files.write_atomically(path, b"new")
     assert contents(tmp_path) == {"file": b"old"}

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -126,11 +127,7 @@ def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     began = time.time()
     config = tiny(max_epochs=2, log_freq=1, checkpoint_every_steps=3)
     trainer = Trainer(config, one_rank, tmp_path / "run", "tiny", "auto")
-
-    def die():
-        raise KeyboardInterrupt
-
-    interrupt_at(trainer, POLLS + 4, die)  # after step 8
+    interrupt_at(trainer, POLLS + 4, Mock(side_effect=KeyboardInterrupt))  # after step 8
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     metrics = tmp_path / "run/metrics.jsonl"

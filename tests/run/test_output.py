@@ -57,7 +57,6 @@ def test_a_command_ends_with_a_line_and_a_status(line, status, message):
 ANSWERS = {
     "a tool": command("print('x' * 2**20)"),
     "--list-configs": [sys.executable, "train.py", "--list-configs"],
-    "a dry run": [sys.executable, "train.py", "--dry-run", "--config=default", *as_options(TINY)],
     "evaluate": [sys.executable, "-m", "tools.evaluate"],  # prints on the main rank
 }
 

@@ -5,6 +5,7 @@ import json
 import signal
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,16 +97,10 @@ def stop_in_the_middle(folder, pace):
     only batches advance, and the number of all-reduces."""
 
     def stop_after(world, batches, signalled):
-        clock, sent = [0.0], [0]
+        clock = [0.0]
         preemption.time = SimpleNamespace(monotonic=lambda: clock[0])
         requests = StopRequests(world)
-        compare = requests._compare
-
-        def count_and_compare(microseconds):
-            sent[0] += 1
-            return compare(microseconds)
-
-        requests._compare = count_and_compare
+        requests._compare = Mock(wraps=requests._compare)
         with requests.listen():
             for before in pace[:-1]:
                 requests.start_loop()
@@ -119,7 +114,7 @@ def stop_in_the_middle(folder, pace):
                     signal.raise_signal(signal.SIGTERM)
                 if requests.poll():
                     assert requests.name() == "SIGTERM"
-                    return number, clock[0], sent[0]
+                    return number, clock[0], requests._compare.call_count
         raise AssertionError
 
     def action(world):

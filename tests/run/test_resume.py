@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -128,11 +129,7 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):
     config, expected = whole(ONECYCLE)
     config = config.model_copy(update={"checkpoint_every_steps": 3})
     trainer = Trainer(config, one_rank, tmp_path, "tiny", "auto")
-
-    def die():
-        raise KeyboardInterrupt
-
-    interrupt(trainer, 2 * POLLS - 2, die)  # after step 8, before its epoch's validation
+    interrupt(trainer, 2 * POLLS - 2, Mock(side_effect=KeyboardInterrupt))  # after step 8, before the validation
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert list_checkpoints(tmp_path / "checkpoints")[0].name == "step-000000006.pt"

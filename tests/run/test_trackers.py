@@ -68,7 +68,7 @@ def test_an_error_is_a_line_in_the_log_and_the_run_continues(tiny, one_rank, tmp
 
     monkeypatch.setitem(sys.modules, "wandb", None if what == "is missing" else trackers)  # any module
     monkeypatch.setattr(trackers, "follow_wandb", follow)
-    monkeypatch.setattr(Tracker, "closing_seconds", 2 if what == "hangs" else 60)
+    monkeypatch.setattr(Tracker, "closing_seconds", 0.2 if what == "hangs" else 60)
     run(tiny(max_epochs=1, log_to=["wandb"]), one_rank, tmp_path)
     (line,) = [line for line in (tmp_path / "train.log").read_text().splitlines() if "log_to wandb: " in line]
     assert ERRORS[what] in line

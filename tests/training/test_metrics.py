@@ -56,7 +56,7 @@ def test_sums_are_bitwise_equal_to_simple_operations(one_rank, mixed, not_finite
 
 
 def make_logger(folder, **changes):
-    logger = RunLogger(folder, **{"enabled": True, "to_screen": False, "to_tensorboard": False} | changes)
+    logger = RunLogger(folder, **{"enabled": True, "to_screen": False} | changes)
     return logger.open()
 
 

@@ -170,7 +170,7 @@ class HostReads(TorchDispatchMode):
 def count_reads(config, one_rank, monkeypatch, folder):
     """Train an epoch; return the number of host reads outside log points and in them."""
     trainer = Trainer(config, one_rank)
-    logger = RunLogger(folder, enabled=True, to_screen=False, to_tensorboard=False)
+    logger = RunLogger(folder, enabled=True, to_screen=False)
     with logger.open() as trainer.run.log, HostReads(monkeypatch) as reads:
         monkeypatch.setattr(trainer, "_log_point", reads.counted_separately(trainer._log_point, "log points"))
         # the flags of signals are always on the CPU

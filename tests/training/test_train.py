@@ -245,7 +245,7 @@ def test_a_run_that_saves_nothing_says_so_when_it_is_stopped(tiny, one_rank, tmp
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), ExpectedError("no data")], ids=["bug", "expected"])
 def test_the_log_says_how_the_run_ended_with_a_traceback_of_a_bug(tmp_path, error):
-    with pytest.raises(type(error)), RunLogger(tmp_path, enabled=True, to_screen=False, to_tensorboard=False) as log:
+    with pytest.raises(type(error)), RunLogger(tmp_path, enabled=True, to_screen=False) as log:
         log.open()
         raise error
     written = (tmp_path / "train.log").read_text()

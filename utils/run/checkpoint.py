@@ -1,15 +1,13 @@
 """Checkpoints: written atomically, read and verified, and compared with the present configuration and network.
 
-They hold only tensors and plain values, read with `weights_only=True`. The file is what torch.save writes, with the
-SHA-256 of its content as the comment of the zip archive: PyTorch itself does not notice a flipped bit. The loaders'
-only state is (epoch, batch): order and augmentation are functions of seed, epoch and sample index.
+They hold only tensors and plain values, read with `weights_only=True`. The file is what torch.save writes and, behind
+it, the SHA-256 of this: PyTorch itself does not notice a flipped bit. The loaders' only state is (epoch, batch): order
+and augmentation are functions of seed, epoch and sample index.
 """
 
 import hashlib
 import io
-import os
 import shlex
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -49,8 +47,7 @@ NO_BEST = {"acc1": -1.0, "epoch": 0, "images": 0}  # before the first validation
 ELEMENTWISE = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # state of optimizers with the parameter's shape
 REMEDIES = "a lower lr, a warm-up (lr_warmup_epochs), clip_grad_norm or amp_dtype=bf16 are the usual remedies"
 NEW_RUN = "start a new run with --resume never or another --run-dir"
-
-_COMMENT_BYTES = len("sha256:") + 64
+DIGEST_BYTES = len("sha256:") + 64
 
 
 class DamagedError(CheckpointError):
@@ -61,18 +58,15 @@ class DamagedError(CheckpointError):
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """Return torch.save's bytes with their SHA-256 as the archive's comment."""
+    """Return torch.save's bytes and their digest, which readers of zip archives skip."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    # the last two bytes of a zip archive without a comment are the comment's length
-    buffer.seek(-2, os.SEEK_END)
-    buffer.write(struct.pack("<H", _COMMENT_BYTES))
-    buffer.write(_comment(buffer.getbuffer()))
+    buffer.write(_digest(buffer.getbuffer()))
     return buffer.getvalue()
 
 
-def _comment(head: memoryview) -> bytes:
-    return b"sha256:" + hashlib.sha256(head).hexdigest().encode()
+def _digest(content: memoryview) -> bytes:
+    return b"sha256:" + hashlib.sha256(content).hexdigest().encode()
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -85,7 +79,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             if pause is None or not path.is_file():
                 raise DamagedError(f"{path}: the checkpoint cannot be read: {error.strerror}") from None
             time.sleep(pause)  # the disk or its server may answer again
-    if content[-_COMMENT_BYTES:] != _comment(memoryview(content)[:-_COMMENT_BYTES]):
+    if content[-DIGEST_BYTES:] != _digest(memoryview(content)[:-DIGEST_BYTES]):
         raise DamagedError(f"{path}: is damaged or not a checkpoint of this program ({len(content)} bytes)")
     state = decode(str(path), content)
     known = isinstance(state, dict) and all(isinstance(state.get(key, ...), kind) for key, kind in CONTENT.items())

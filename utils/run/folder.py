@@ -130,7 +130,7 @@ def _is_best(best: State | None, state: State, run: Run) -> bool:
     If not, the best accuracy starts again from nothing."""
     found = state["best"]
     if not found["epoch"]:
-        return best is not None and best["best"] == found
+        return False  # no validation yet
     if best is None or best["best"] != found:  # damaged, missing, or of a later step
         run.log.say(f"The best weights so far, of epoch {found['epoch']}, are lost: only later epochs count as best")
         return False

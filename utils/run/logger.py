@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 from torch import Tensor
 
-from utils.base_config import BaseConfig
 from utils.distributed.launch import OPEN_MPI
 from utils.errors import ExpectedError, Stopped, print_text
 from utils.files import name_file_in_error, strict_json
@@ -35,12 +34,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     gets all lines in either case. Each record gets the times of `clock`. A `with` block closes what `open` opened.
     """
 
-    def __init__(
-        self, folder: Path, *, enabled: bool, to_screen: bool, to_tensorboard: bool, to: Sequence[str] = (),
-        clock: Clock | None = None,
-    ) -> None:  # fmt: skip
-        self.folder, self.enabled, self.to_screen = folder, enabled, to_screen
-        self.to_tensorboard, self.to, self.clock = to_tensorboard, to, clock or Clock()
+    def __init__(self, folder: Path, *, enabled: bool, to_screen: bool, clock: Clock | None = None) -> None:
+        self.folder, self.enabled, self.to_screen, self.clock = folder, enabled, to_screen, clock or Clock()
         self.waiting: list[str] = []  # lines said before `open`
         self.trackers: list[Tracker] = []
         self.board: TensorBoardWriter | None = None
@@ -100,15 +95,16 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         return name_file_in_error(self.folder, "the run's log cannot be written")
 
     def log_start(
-        self, config: BaseConfig, name: str, environment: dict[str, Any], resumed_from: Path | None, **position: int
+        self, config: Any, name: str, environment: dict[str, Any], resumed_from: Path | None, **position: int
     ) -> None:
         """Show configuration and environment, and record that the run starts, or resumes from a checkpoint, at this
         position: epoch, batch, step."""
-        if self.to_tensorboard and self.enabled:
+        if config.log_to_tensorboard:
             with self._errors_named():
                 self.board = TensorBoardWriter(self.folder / "tb_logs", read_records(self.folder))
                 self.board.describe(config, name, environment, position["epoch"] + 1)
-        self.trackers = [Tracker(tracker, self.folder, config.model_dump(mode="json"), self.say) for tracker in self.to]
+        settings = config.model_dump(mode="json")
+        self.trackers = [Tracker(tracker, self.folder, settings, self.say) for tracker in config.log_to]
         kind, source = ("start", {}) if resumed_from is None else ("resume", {"from": str(resumed_from)})
         place = {"host": socket.gethostname(), "world_size": environment["world_size"]}
         self._record(kind, **position, time=time.time(), **place, **source)

@@ -1,21 +1,17 @@
-"""PROF: profile one epoch, and summarise the trace as text; docs/performance.md describes the output.
+"""PROF: profile one epoch, and summarise it as text; docs/performance.md describes the output.
 
 Under Nsight Systems only the NVTX ranges are marked, since only one tool can listen to the driver. The ranges do not
-wait for the GPU, which would change the timing: the summary counts the kernels launched in a range.
+wait for the GPU, which would change the timing.
 """
 
 import gzip
 import json
 import os
 import re
-import statistics
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from utils.training.profiler import Profiler
@@ -26,7 +22,7 @@ RANGES = ("iteration", "data", "zero_grad", "forward/loss/backward", "optimizer.
 GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 # Kernels of cuDNN and PyTorch, and PyTorch's CPU operators, that only change a memory layout. On a CPU, oneDNN reorders
-# inside its convolutions, which a trace does not show.
+# inside its convolutions, which a profile does not show.
 TRANSPOSES = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|aten::contiguous$", re.IGNORECASE)
 TOP = 8
 MEMORY_EVENTS = 100_000  # allocations in the snapshot, the newest
@@ -60,14 +56,49 @@ def _record(folder: Path, cuda: bool, say: Callable[[str], None]) -> Iterator[No
     if cuda:
         torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)
-    path = folder / TRACE_FILE
-    profile.export_chrome_trace(str(path))
-    own_times = {row.key: row.self_cpu_time_total for row in profile.key_averages() if not row.is_user_annotation}
-    summary = describe_trace(read_trace(path), own_times)
-    (folder / "summary.txt").write_text(summary + "\n", encoding="utf-8")
-    for line in summary.splitlines():
+    profile.export_chrome_trace(str(folder / TRACE_FILE))
+    summary = summarise(profile.key_averages())
+    (folder / "summary.txt").write_text("\n".join([*summary, ""]), encoding="utf-8")
+    for line in summary:
         say(line)
-    say(f"Trace for ui.perfetto.dev: {path}    this summary: {folder / 'summary.txt'}")
+    say(f"Trace for ui.perfetto.dev: {folder / TRACE_FILE}    this summary: {folder / 'summary.txt'}")
+
+
+def summarise(averages: Iterable[Any]) -> list[str]:
+    """Describe the `key_averages()` of torch.profiler, with times in microseconds: the host's time in each range, and
+    the largest GPU kernels, or on a CPU the largest operators without those that they call.
+
+    The host runs ahead of a GPU, so kernels are shares of all GPU work, and ranges and operators of the iterations."""
+    ranges = {name: [0, 0.0] for name in RANGES}  # occurrences, time
+    work: dict[str, list[tuple[float, float, str]]] = {"CPU": [], "CUDA": []}  # own time, time with calls, name
+    for row in averages:
+        device, found = row.device_type.name, ranges.get(re.sub(r" \d+$", "", row.key))
+        if not row.is_user_annotation:
+            gpu_time = row.self_device_time_total
+            both = (row.self_cpu_time_total, row.cpu_time_total) if device == "CPU" else (gpu_time, gpu_time)
+            work[device].append((*both, row.key))
+        elif found is not None and device == "CPU":
+            found[:] = found[0] + row.count, found[1] + row.cpu_time_total
+    count, total = ranges["iteration"]
+    if not count:
+        return ["The profile holds no iteration."]
+    lines = [f"Profile of {count} iterations, {total / 1e3 / count:.2f} ms each"]
+    lines.append(f"  {'range':24} {'host ms':>10} {'share':>7}")
+    for name, (number, spent) in ranges.items():
+        if number:
+            lines.append(f"  {name:24} {spent / 1e3 / number:10.3f} {100 * spent / total:5.1f} %")
+    kind, device, whole = "operators", "CPU", total
+    if work["CUDA"]:
+        kind, device, whole = "kernels", "CUDA", sum(own for own, _, _ in work["CUDA"])
+        lines.append(f"GPU work: {whole / 1e3 / count:.2f} ms per iteration")
+    largest = sorted(work[device], reverse=True)[:TOP]
+    lines += [f"top {kind}:", *(f"  {100 * own / whole:5.1f} %  {name[:90]}" for own, _, name in largest)]
+    transposes = sum(spent for _, spent, name in work[device] if TRANSPOSES.search(name))
+    lines.append(f"layout transposes: {100 * transposes / whole:.1f} %")
+    return [*lines, f"waiting for input: {100 * ranges['data'][1] / total:.1f} %"]
+
+
+# ---- reading a trace, for tools.timeline
 
 
 class Event(NamedTuple):
@@ -104,52 +135,3 @@ def find_ranges(events: Iterable[Event]) -> dict[str, list[Event]]:
     marked = [(re.sub(r" \d+$", "", event.name), event) for event in events if event.category == "user_annotation"]
     found = {name: [event for other, event in marked if other == name] for name in RANGES}
     return {name: occurrences for name, occurrences in found.items() if occurrences}
-
-
-def describe_trace(events: Sequence[Event], own_times: Mapping[str, float]) -> str:
-    """Describe time per range, top kernels or operators, GPU gaps, layout transposes, input.
-
-    `own_times`: {operator: microseconds on the host, without the operators that it calls}."""
-    ranges = find_ranges(events)
-    iterations = ranges.get("iteration")
-    if not iterations:
-        return "The trace holds no iteration."
-    start, host_end, count = iterations[0].start, iterations[-1].end, len(iterations)
-    work = [event for event in events if event.launched is not None and start <= event.launched < host_end]
-    # with CUDA graphs, one launch per step, the host finishes many steps before the GPU
-    total = max([host_end, *(event.end for event in work)]) - start
-    times = defaultdict[str, float](float, {} if work else own_times)
-    for event in work:
-        times[event.name] += event.duration
-    lines = [f"Profile of {count} iterations, {total / 1e3 / count:.2f} ms each"]
-    lines += [*_describe_ranges(ranges, work, total), f"top {'kernels' if work else 'operators'}:"]
-    largest = sorted(times.items(), key=lambda item: -item[1])[:TOP]
-    lines += [f"  {100 * time / total:5.1f} %  {name[:90]}" for name, time in largest]
-    if work:
-        reached = [*accumulate((event.end for event in work), max)]  # `work` is sorted by start
-        gaps = [event.start - end for event, end in zip(work[1:], reached, strict=False) if event.start > end]
-        idle, longest = 100 - 100 * (reached[-1] - work[0].start - sum(gaps)) / total, max(gaps, default=0) / 1e3
-        found = f"the GPU is idle {idle:.1f} % of the time, {len(gaps)} gaps, the longest {longest:.2f} ms"
-        lines.append(f"launch gaps: {found}")
-    inside = work or [event for event in events if start <= event.start < host_end]
-    transposes = (event for event in inside if TRANSPOSES.search(event.name))
-    lines.append(f"layout transposes: {_share(transposes, total)}")
-    lines.append(f"waiting for input: {_share(ranges.get('data', []), total)}")
-    return "\n".join(lines)
-
-
-def _describe_ranges(ranges: dict[str, list[Event]], work: Sequence[Event], total: float) -> list[str]:
-    """Describe each range: its host time and, with a GPU, the time of the GPU work launched in it. Backward launches
-    from another thread, so a launch is assigned to a range by its time only."""
-    lines = [f"  {'range':24} {'host ms':>10} {'share':>7}" + (f" {'GPU ms':>10}" if work else "")]
-    for name, occurrences in ranges.items():
-        host = statistics.median(event.duration for event in occurrences) / 1e3
-        bounds = [bound for event in occurrences for bound in (event.start, event.end)]  # in order: ranges do not nest
-        inside = sum(event.duration for event in work if bisect_right(bounds, event.launched or 0.0) % 2)
-        on_gpu = f" {inside / 1e3 / len(occurrences):10.3f}" if work else ""
-        lines.append(f"  {name:24} {host:10.3f} {_share(occurrences, total):>7}{on_gpu}")
-    return lines
-
-
-def _share(events: Iterable[Event], total: float) -> str:
-    return f"{100 * sum(event.duration for event in events) / total:.1f} %"

@@ -30,13 +30,11 @@ class Run:
         self, config: Any, name: str, folder: Path, world: World, learner: Learner, data: dict[str, Any],
         valid_images: int, clock: Clock,
     ) -> None:  # fmt: skip
-        """`data` describes the data; a whole validation sees `valid_images`."""
+        """`data` describes the data; a whole validation sees `valid_images`. `measures` says what a validation does."""
         self.config, self.name, self.folder, self.world = config, name, folder, world
         self.learner, self.data, self.clock = learner, data, clock
-        what = {name: getattr(config, name) for name in ("test_time_views", "ema_decay")}
-        self.measures = {"images": valid_images, **what}  # what a validation measures
-        screen, board, to = config.log_to_screen, config.log_to_tensorboard, config.log_to
-        self.log = RunLogger(folder, enabled=world.is_main, to_screen=screen, to_tensorboard=board, to=to, clock=clock)
+        self.measures = {"images": valid_images} | config.model_dump(include={"test_time_views", "ema_decay"})
+        self.log = RunLogger(folder, enabled=world.is_main, to_screen=config.log_to_screen, clock=clock)
         self.epoch = self.batch = 0  # finished epochs; batches trained in the next one
         self.best: dict[str, Any] = checkpoint.NO_BEST
         self.earlier_seconds = 0.0  # of training, in the starts before this one

@@ -92,8 +92,8 @@ def count_step(config):
         trainer = train.Trainer(config, World(rank=0, local_rank=0, world_size=1, device=device), Path(folder))
         marks: list[int] = []
         trainer._log_point = lambda number, images: None
-        trainer._handle_requests = lambda *, stop: marks.append(runtime.position())
-        logger = RunLogger(Path(folder), enabled=False, to_screen=False, to_tensorboard=False)
+        trainer._stop_or_save = lambda: marks.append(runtime.position())
+        logger = RunLogger(Path(folder), enabled=False, to_screen=False)
         with logger.open() as trainer.run.log, runtime.record() as ledger:
             trainer.train_one_epoch()
     before, last = (count(ledger.work[start:end]) for start, end in list(pairwise(marks))[-2:])
