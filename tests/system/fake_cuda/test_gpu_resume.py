@@ -1,12 +1,16 @@
 """Every block in config/, and each pair of switches that affect a step, trains, validates, saves and resumes in
-mid-epoch on a GPU, with a small network and data. A step of every block makes as many launches as recorded."""
+mid-epoch on a GPU, with a small network and data. A step of every block makes as many launches, waits and copies as
+golden_steps.txt says, which this command writes in a few minutes:
+
+    GOLDEN_STEPS=write bash tests/system/fake_cuda/run.sh -n 0 -k block_resumes
+"""
 
 import itertools
+import json
 import os
 import random
+import re
 import signal
-import subprocess
-import sys
 import types
 import typing
 from collections import Counter
@@ -16,7 +20,7 @@ import pytest
 import torch
 
 from tests.conftest import CLASSES, ROOT, TINY, plan_on, read_records
-from tests.system.fake_cuda import golden_steps, runtime
+from tests.system.fake_cuda import runtime
 from train import Trainer
 from utils.config import Config, list_blocks, load_config
 from utils.distributed.config import DistributedConfig
@@ -27,6 +31,8 @@ from utils.training.config import OptimizerConfig, PrecisionConfig, RecipeConfig
 from utils.training.step import GraphedUpdate
 
 pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)  # before what follows loads every block
 
 GPU = torch.device("cuda", 0)
 STOP_AFTER, WARMUP = 3, 3  # steps; without DDP, 3 warm-up steps before a capture are enough
@@ -35,22 +41,29 @@ RECORDED = ("loss/train", "acc1/train", "loss/valid", "acc1/valid", "images/vali
 
 
 def train(config, folder, stop_after=None):
-    """Train a whole run, or `stop_after` steps until SIGTERM; return the trainer and its last step's host waits."""
+    """Train a whole run, or `stop_after` steps until SIGTERM. Return the trainer; host waits in its last step; counts
+    from the end of the step before to its end: launches by the host, graphs among them and their kernels, host waits,
+    bytes to the device and to the host."""
     trainer = Trainer(config, World(rank=0, local_rank=0, world_size=1, device=GPU), folder, "run", "auto")
-    train_step, waits = trainer.learner.train_step, set()
+    train_step, begins, ends = trainer.learner.train_step, [], [0]
+    position = runtime.position if runtime.is_active() else lambda: 0
 
     def watched(images, labels):
-        with runtime.record() if runtime.is_active() else nullcontext() as ledger:
-            train_step(images, labels)
-        waits.clear()
-        waits.update(ledger.waits if ledger else ())
+        begins.append(position())
+        train_step(images, labels)
+        ends.append(position())
         if trainer.learner.steps == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.learner.train_step = watched
-    with pytest.raises(Stopped, match=r"after \d+ batches") if stop_after else nullcontext():
+    stops = pytest.raises(Stopped, match=r"after \d+ batches") if stop_after else nullcontext()
+    with stops, runtime.record() if runtime.is_active() else nullcontext(runtime.Ledger()) as ledger:
         trainer.train()
-    return trainer, waits
+    done = runtime.Ledger(ledger.work[ends[-2] : ends[-1]])
+    graphs = [entry.amount for entry in done.kernels if entry.name == "graph"]
+    copied = [done.bytes_copied(direction) for direction in ("to device", "to host")]
+    waits = runtime.Ledger(ledger.work[begins[-1] : ends[-1]]).waits
+    return trainer, waits, [len(done.kernels), len(graphs), sum(graphs), len(done.waits), *copied]
 
 
 def read_epochs(folder):
@@ -61,19 +74,19 @@ def read_epochs(folder):
 
 def check_resume(config, folder, monkeypatch):
     """Train and validate with and without a stop; both must be bitwise equal. The host must wait in a step only for a
-    scaled loss without the fused update."""
+    scaled loss without the fused update. Return the counts of the last step (see `train`)."""
     monkeypatch.setattr(step, "GRAPH_WARMUP_STEPS", WARMUP)
     plan = plan_on(config, "cuda")
     changes = {"limit_train_batches": (GRAPHED_STEPS if plan.graphed else STEPS) // config.max_epochs}
     if not runtime.is_active():  # a GPU promises equal bits only with it
         changes["deterministic"] = True
     config = Config(**config.model_dump() | changes)
-    whole, waits = train(config, folder / "whole")
+    whole, waits, counts = train(config, folder / "whole")
     learner = whole.learner
     waiting = plan.precision.loss_scale is not None and not config.extra_opt("fused_optimizer")
     assert bool(waits) is (runtime.is_active() and waiting), waits
     train(config, folder / "stopped", STOP_AFTER)
-    resumed, _ = train(config, folder / "stopped")
+    resumed, *_ = train(config, folder / "stopped")
     for trainer in (whole, resumed):
         assert trainer.learner.steps == changes["limit_train_batches"] * config.max_epochs
         captured = isinstance(trainer.learner.update, GraphedUpdate) and trainer.learner.update.captured
@@ -81,6 +94,7 @@ def check_resume(config, folder, monkeypatch):
     torch.testing.assert_close(resumed.learner.state_dict(), learner.state_dict(), rtol=0, atol=0)
     assert read_epochs(folder / "stopped") == read_epochs(folder / "whole")
     assert resumed.run.best == whole.run.best
+    return counts
 
 
 # ---- blocks; those with equal training settings run once
@@ -109,6 +123,28 @@ def shrink(config):
     return Config(**values)
 
 
+# Settings that do not affect a step: blocks that differ only in them run once.
+NOT_OF_THE_STEP = re.compile(
+    r"(lr|log|limit|checkpoint|profiling|cifar100|rank_timeout)_.*|lr|seed|data_path"
+    "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_views|valid_batch_size_per_gpu"
+    "|validate_every_epochs|save_checkpoint|num_data_workers|enable_profiling"
+    "|pretrained|keep_checkpoints|cpu_kernels"
+)
+
+
+def key_of(config):
+    """Return a key that is equal for blocks with equal steps: the settings that affect a step."""
+    precision = plan_on(config, "cuda").precision
+    values = {key: value for key, value in config.model_dump().items() if not NOT_OF_THE_STEP.fullmatch(key)}
+    for key in ("enable_extra_opts", "enable_amp", "amp_dtype", "opt_level", "keep_batchnorm_fp32", "loss_scale"):
+        del values[key]
+    kind = precision.dtype, precision.level, precision.keep_batchnorm_fp32
+    values["precision"] = precision.level == "O0" or kind
+    values["loss_scale"] = "dynamic" if precision.loss_scale == "dynamic" else precision.loss_scale is not None
+    values |= {key: config.extra_opt(key) for key in ("fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark")}
+    return json.dumps(values, sort_keys=True, default=str)
+
+
 def distinct():
     """Return the blocks that differ after shrinking, each named after its first."""
     found = {}
@@ -116,15 +152,26 @@ def distinct():
         for name in list_blocks(path):
             config = shrink(load_config(path, name))
             schedule = config.schedule_kind, config.lr_warmup_by, config.lr_warmup_epochs > 0
-            key = golden_steps.key_of(config), schedule, config.test_time_views, config.checkpoint_every_steps
+            key = key_of(config), schedule, config.test_time_views, config.checkpoint_every_steps
             found.setdefault(key, pytest.param(config, id=f"{path.stem}-{name}"))
     return list(found.values())
 
 
-@pytest.mark.parametrize("config", distinct())
-def test_a_block_resumes_after_a_stop(config, pictures, tmp_path, monkeypatch):
-    config = Config(**config.model_dump() | {"data_path": str(pictures)})
-    check_resume(config, tmp_path, monkeypatch)
+GOLDEN = ROOT / "tests/system/fake_cuda/golden_steps.txt"
+BLOCKS = distinct()
+if os.environ.get("GOLDEN_STEPS") == "write":
+    GOLDEN.write_text("")
+
+
+@pytest.mark.parametrize("config", BLOCKS)
+def test_a_block_resumes_after_a_stop(config, pictures, tmp_path, monkeypatch, request):
+    counts = check_resume(Config(**config.model_dump() | {"data_path": str(pictures)}), tmp_path, monkeypatch)
+    line = " ".join(map(str, [torch.__version__.partition("+")[0], request.node.callspec.id, *counts]))
+    if os.environ.get("GOLDEN_STEPS") == "write":
+        with GOLDEN.open("a") as file:
+            file.write(f"{line}\n")
+    elif runtime.is_active() and GOLDEN.read_text().startswith(torch.__version__.partition("+")[0]):
+        assert line in GOLDEN.read_text().splitlines(), "if intended: write golden_steps.txt again"
 
 
 # ---- pairs of switches
@@ -237,26 +284,3 @@ QUICK_AND_SLOW = [*ROWS[:QUICK], *(pytest.param(row, marks=pytest.mark.slow) for
 @pytest.mark.parametrize("row", QUICK_AND_SLOW, ids=range(len(ROWS)))
 def test_switches_train_together_and_resume_after_a_stop(row, tmp_path, monkeypatch):
     check_resume(configure(row), tmp_path, monkeypatch)
-
-
-# ---- counts of steps
-
-GROUPS = [
-    pytest.param(group, marks=pytest.mark.slow if group == golden_steps.COMPILED else (), id=group)
-    for group in golden_steps.groups()
-]
-
-
-@pytest.mark.skipif(not runtime.is_active(), reason="counts on the fake CUDA runtime")
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("group", GROUPS)
-def test_launches_waits_and_copies_of_every_blocks_step_are_as_recorded(group):
-    command, environment = [sys.executable, "-m", golden_steps.__name__, group], os.environ | {"FAKE_CUDA_DEVICES": "2"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    counted = {line.split()[0]: line for line in done.stdout.splitlines()}
-    versions, recorded = golden_steps.recorded()
-    if versions != golden_steps.versions():
-        pytest.skip(f"recorded with {versions}, this is {golden_steps.versions()}")
-    remedy = "if intended: python -m tests.system.fake_cuda.golden_steps"
-    assert counted == {block: recorded.get(block) for block, _ in golden_steps.groups()[group]}, remedy
