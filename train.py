@@ -89,12 +89,12 @@ class Trainer:
         build = partial(build_model, image_side=data["shape"][-1])
         compile_timer = partial(clock.during, "compile")
         learner = Learner(config, plan, build, world, len(self.loaders.train), compile_timer=compile_timer)
-        valid = self.loaders.valid.plan
+        valid = self.loaders.valid.sampler
         compile_validation(learner, valid)
         self.learner, self.verifier = learner, Verifier(learner, world) if config.verify_every_steps else None
         check_network(learner, config.model, data["shape"], map(len, valid.batches(0)))
         self.watch = StepWatch(learner.model, world, clock)
-        mix, watch = BatchMix(config, self.loaders.train.plan), self.watch.batches
+        mix, watch = BatchMix(config, self.loaders.train.sampler), self.watch.batches
         self.batches = TrainingBatches(learner, self.loaders.train, mix, watch, world.device)
 
         self.run = Run(config, config_name, folder, world, learner, data, valid.num_samples, clock)
@@ -199,7 +199,7 @@ class Trainer:
 
         def after_batch(number: int) -> None:
             self.run.log.advance_bar(number)
-            if number <= loader.plan.shared_batches:
+            if number <= loader.sampler.shared_batches:
                 self._stop_or_save()
 
         with self.run.clock.during(name):

@@ -105,9 +105,9 @@ def test_a_node_with_other_images_is_refused(config, one_rank, monkeypatch):
 def test_images_are_resized_and_cut_as_by_torchvision(config):
     """A random window in training, the window and the flip of the plan; the central square in validation."""
     built = build(config("imagenet"))
-    loader, indices = built.train, np.concatenate(built.train.plan.batches(3))
+    loader, indices = built.train, np.concatenate(built.train.sampler.batches(3))
     images, labels = everything(loader, epoch=3)
-    sampled, split = loader.plan.sample_augmentation(3, indices), loader.loader.dataset.split
+    sampled, split = loader.sampler.sample_augmentation(3, indices), loader.loader.dataset.split
     for row, index in enumerate(indices.tolist()):
         image = Image.open(split.path(index))
         top, left, height, width = resized_crop_box(sampled.crop[row], image.height, image.width)

@@ -15,7 +15,7 @@ from utils.data.build import build_loaders, find_dataset
 from utils.data.datasets.dataset import ImageArrays, stratified_split
 from utils.data.datasets.image_files import ImageFiles
 from utils.data.datasets.shards import ShardedImages
-from utils.data.sampling import EpochPlan
+from utils.data.sampling import Sampler
 from utils.errors import ConfigError, Stopped
 
 
@@ -63,7 +63,7 @@ def test_too_many_are_refused(number, message, tiny, one_rank):
 @pytest.mark.parametrize("limit", [None, 2])
 def test_shared_batches_are_the_batches_of_the_rank_with_the_fewest(training, limit):
     for num_samples in range(1, 40):
-        plans = [EpochPlan(num_samples, 3, rank, 4, training, limit=limit) for rank in range(4)]
+        plans = [Sampler(num_samples, 3, rank, 4, training, limit=limit) for rank in range(4)]
         assert {plan.shared_batches for plan in plans} == {min(map(len, plans))}
         assert not training or len(plans[0]) == min(num_samples // 12, limit or num_samples)
 

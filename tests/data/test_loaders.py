@@ -164,8 +164,8 @@ def test_seed_and_epoch_each_choose_the_order(build):
     """Independently: seed 1 in epoch 0 differs from seed 0 in epoch 1."""
     orders = set()
     for seed in range(3):
-        plan = build("synthetic", seed=seed).train.plan
-        orders |= {np.concatenate(plan.batches(epoch)).tobytes() for epoch in range(3)}
+        sampler = build("synthetic", seed=seed).train.sampler
+        orders |= {np.concatenate(sampler.batches(epoch)).tobytes() for epoch in range(3)}
     assert len(orders) == 9
 
 

@@ -7,7 +7,7 @@ import torch
 from train import Trainer
 from utils.data.augment import STREAM_CUTMIX, BatchMix, beta_quantile, sample_mixing
 from utils.data.config import AugmentationConfig
-from utils.data.sampling import EpochPlan, epoch_order, uniform
+from utils.data.sampling import Sampler, epoch_order, uniform
 from utils.errors import ConfigError
 from utils.training.metrics.sums import MetricSums
 
@@ -26,7 +26,7 @@ LABELS = torch.randint(0, CLASSES, (NUM_IMAGES,), generator=_noise)
 
 
 def plan(rank=0, world_size=1):
-    return EpochPlan(NUM_IMAGES, BATCH // world_size, rank, world_size, training=True, seed=9)
+    return Sampler(NUM_IMAGES, BATCH // world_size, rank, world_size, training=True, seed=9)
 
 
 def reference(config, epoch, index):

@@ -76,7 +76,7 @@ def test_a_rank_reads_the_bytes_of_its_own_samples(backend, packed, config, monk
         assert not reads, "read too early"
         everything(built, epoch=1)
         expected = []
-        for image in split.images[np.concatenate(built.plan.batches(1))]:
+        for image in split.images[np.concatenate(built.sampler.batches(1))]:
             path = str(packed / split.shards["name"][image["shard"]])
             expected += [(path, *map(int, (image[f"{of}offset"], image[f"{of}length"]))) for of in ("", "label_")]
         assert sorted(reads) == sorted(expected)

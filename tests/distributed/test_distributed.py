@@ -24,7 +24,7 @@ from tests.conftest import plan_on, read_records, tiny_config
 from tests.processes import complaints, run_job
 from utils.config.command_line import Arguments
 from utils.data.loader import AugmentedImages, DeviceLoader
-from utils.data.sampling import EpochPlan
+from utils.data.sampling import Sampler
 from utils.distributed.ddp import distribute, synchronise_batch_norm
 from utils.distributed.global_batch import divide_batch
 from utils.distributed.world import World, cores_near, pin_near_gpu
@@ -100,9 +100,9 @@ def validate(world):
     trainer.run.log = RunLogger(Path(), enabled=False, to_screen=False)
     whole, results = trainer.loaders.valid, {}
     for size in VALIDATION_SIZES:
-        plan = EpochPlan(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)
+        sampler = Sampler(size, batch_size=5, rank=world.rank, world_size=world.world_size, training=False)
         loader = DeviceLoader.__new__(DeviceLoader)
-        loader.__dict__.update(whole.__dict__ | {"plan": plan})
+        loader.__dict__.update(whole.__dict__ | {"sampler": sampler})
         trainer.loaders = replace(trainer.loaders, valid=loader)
         results[size], _ = trainer.validate_one_epoch()
     return results

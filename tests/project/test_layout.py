@@ -164,7 +164,7 @@ PACKAGES_OF_THE_PRODUCT = {
     "utils/distributed": 885,
     "utils/run": 1_710,
     "utils/kernels": 1_370,
-    "utils/training": 2_020,
+    "utils/training": 2_005,
     "utils/verify": 320,
 }
 

@@ -11,9 +11,10 @@ from torch import nn
 from tests.conftest import plan_on, read_records, run
 from train import Trainer
 from utils.distributed.world import World
-from utils.training import precision as precision_module
+from utils.training import plan as plan_module
 from utils.training.learner import Learner, prepare_backends
-from utils.training.precision import LossScaler, Precision, Weights, choose_precision
+from utils.training.plan import choose_precision
+from utils.training.precision import LossScaler, Precision, Weights
 
 
 def network():
@@ -77,7 +78,7 @@ AUTOCAST, SCALED = "bf16 autocast", "fp16 autocast, loss scale dynamic"
     ],
 )  # fmt: skip
 def test_settings_choose_the_precision(tiny, monkeypatch, changes, on_cpu, on_gpu):
-    monkeypatch.setattr(precision_module, "has_bf16_kernels", lambda: True)
+    monkeypatch.setattr(plan_module, "has_bf16_kernels", lambda: True)
     assert [str(choose_precision(tiny(**changes), device)) for device in (CPU, CUDA)] == [on_cpu, on_gpu]
 
 
@@ -187,8 +188,8 @@ def test_o2_in_bf16_is_bitwise_equal_to_o1(tiny, one_rank, layout):
 
 
 def test_auto_disables_bf16_without_kernels_for_it(tiny, monkeypatch):
-    monkeypatch.setattr(precision_module, "has_bf16_kernels", lambda: False)
-    monkeypatch.setattr(precision_module, "gpu_has_bf16", lambda: False)
+    monkeypatch.setattr(plan_module, "has_bf16_kernels", lambda: False)
+    monkeypatch.setattr(plan_module, "gpu_has_bf16", lambda: False)
     for changes in ({"enable_amp": "auto"}, {"enable_amp": "auto", "amp_dtype": "bf16"}, {"enable_amp": True}):
         found = str(choose_precision(tiny(**changes), CPU))
         assert found.startswith("float32: enable_amp has no effect, this processor has no bf16 kernels")

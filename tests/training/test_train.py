@@ -24,7 +24,7 @@ from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.run.checkpoint import list_checkpoints
 from utils.run.logger import RunLogger
 from utils.run.run import Run
-from utils.training import precision
+from utils.training import plan
 from utils.training.plan import check_ranks_agree
 from utils.training.validation import validate
 
@@ -193,7 +193,7 @@ def test_non_finite_outputs_in_validation_only_end_the_run_without_a_best(tiny, 
 def train_differently(folder):
     """With a processor that lacks kernels for bf16. Workers may differ between nodes."""
     rank = int(os.environ["RANK"])
-    precision.has_bf16_kernels = lambda: rank == 0
+    plan.has_bf16_kernels = lambda: rank == 0
     config = tiny_config(num_data_workers=rank, enable_amp="auto")
     return train_module.main(Arguments(config, "tiny", folder, "never", dry_run=False))
 

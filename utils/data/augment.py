@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from utils.data.config import AugmentationConfig
-from utils.data.sampling import Augmentation, EpochPlan, IntArray, uniform
+from utils.data.sampling import Augmentation, IntArray, Sampler, uniform
 from utils.errors import ConfigError
 
 FIXED_POINT = 65536  # PIL rotates in 16.16 fixed-point arithmetic
@@ -180,11 +180,11 @@ def beta_quantile(probability: np.ndarray, alpha: float) -> np.ndarray:
 class BatchMix:
     """Mixes the batches of one training loader; called with each batch, its epoch and its number."""
 
-    def __init__(self, config: AugmentationConfig, plan: EpochPlan) -> None:
-        self.config, self.plan = config, plan
+    def __init__(self, config: AugmentationConfig, sampler: Sampler) -> None:
+        self.config, self.sampler = config, sampler
         self.pairs_images = bool(config.mixup_alpha or config.cutmix_alpha)
-        if plan.batch_size % 2 and self.pairs_images:
-            why = f"mixup_alpha and cutmix_alpha pair images of a rank's batch, which has {plan.batch_size} images"
+        if sampler.batch_size % 2 and self.pairs_images:
+            why = f"mixup_alpha and cutmix_alpha pair images of a rank's batch, which has {sampler.batch_size} images"
             raise ConfigError(f"{why}; use an even number")
         self._epoch, self._batches = -1, list[IntArray]()
 
@@ -194,9 +194,9 @@ class BatchMix:
         if not (self.config.cutout_size or self.pairs_images):
             return images, labels
         if epoch != self._epoch:
-            self._epoch, self._batches = epoch, self.plan.batches(epoch)
+            self._epoch, self._batches = epoch, self.sampler.batches(epoch)
         height, width = images.shape[2:]
-        mixing = sample_mixing(self.config, self.plan.seed, epoch, self._batches[batch], height, width)
+        mixing = sample_mixing(self.config, self.sampler.seed, epoch, self._batches[batch], height, width)
         device = images.device
         if self.config.cutout_size:  # zero is the mean of the training images
             images = torch.where(box_mask(mixing.hole, height, width, device), images.new_zeros(()), images)

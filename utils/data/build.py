@@ -20,14 +20,14 @@ from utils.data.datasets.dataset import spread_over_classes as spread
 from utils.data.datasets.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_STD, open_folders
 from utils.data.datasets.shards import INDEX_FILE, open_shards
 from utils.data.loader import DeviceLoader, Loader, SyntheticLoader, TorchvisionLoader, decode_all
-from utils.data.sampling import EpochPlan, IntArray
+from utils.data.sampling import IntArray, Sampler
 from utils.distributed.launch import in_batch_job, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.quotas import cpu_quota
 from utils.user_code import is_user_code
 
-BUILDERS: dict[str, Callable[[DataConfig, Split, EpochPlan, Normalise], Loader]] = {
+BUILDERS: dict[str, Callable[[DataConfig, Split, Sampler, Normalise], Loader]] = {
     "torchvision": TorchvisionLoader, "dali": DaliLoader, "device": DeviceLoader, "synthetic": SyntheticLoader,
 }  # fmt: skip
 SomeConfig = TypeVar("SomeConfig", bound=DataConfig)
@@ -117,21 +117,21 @@ def build_loader(config: DataConfig, statistics: Statistics, world: World, split
     normalise = Normalise(*statistics, world.device, memory_format)
     if config.data_loader == "device":
         split = decode_all(split, replace=training)
-    plan = _plan_epochs(config, split.labels, world, training)
-    return BUILDERS[config.data_loader](config, split, plan, normalise)
+    sampler = _build_sampler(config, split.labels, world, training)
+    return BUILDERS[config.data_loader](config, split, sampler, normalise)
 
 
-def _plan_epochs(config: DataConfig, labels: IntArray, world: World, training: bool) -> EpochPlan:
+def _build_sampler(config: DataConfig, labels: IntArray, world: World, training: bool) -> Sampler:
     if not training:
         size, limit = config.valid_batch_size_per_gpu, config.limit_valid_batches
         number = len(labels) if limit is None else min(len(labels), limit * size * world.world_size)
         chosen = None if number == len(labels) else spread(labels, number)
-        return EpochPlan(number, size, world.rank, world.world_size, training=False, chosen=chosen)
+        return Sampler(number, size, world.rank, world.world_size, training=False, chosen=chosen)
     if config.batch_size > len(labels):
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(labels)} training images; use fewer")
     size = config.batch_size // world.world_size  # make_plan refuses a remainder
     limits = config.limit_train_batches, config.profiling_iters_per_epoch if config.enable_profiling else None
-    return EpochPlan(
+    return Sampler(
         len(labels), size, world.rank, world.world_size, training=True, seed=config.seed,
         augmentation=config if config.augments_images else None, limit=min(filter(None, limits), default=None),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from utils.data.config import DataConfig
 from utils.data.datasets.dataset import ImageArrays, Split
 from utils.data.datasets.image_files import MOST_ELONGATED, ReadSamples, central_square, decode_image
 from utils.data.loader import Loader
-from utils.data.sampling import EpochPlan, IntArray, resized_crop_box
+from utils.data.sampling import IntArray, Sampler, resized_crop_box
 from utils.errors import ConfigError, DataError
 
 AHEAD = 2  # batches that DALI prepares in advance
@@ -33,8 +33,8 @@ BLACK_PIXEL = b"P6 1 1 255\n\0\0\0"  # replaces an empty batch, which DALI does 
 class DaliLoader(Loader):
     """Runs one pipeline per epoch, with at least one thread, which prepares `AHEAD` batches."""
 
-    def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
-        super().__init__(plan, normalise)
+    def __init__(self, config: DataConfig, split: Split, sampler: Sampler, normalise: Normalise) -> None:
+        super().__init__(sampler, normalise)
         try:
             import nvidia.dali
         except ImportError as error:
@@ -46,7 +46,7 @@ class DaliLoader(Loader):
         self.channels_last = normalise.memory_format is torch.channels_last
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        in_pipeline, batches = deque[ReadSamples](), self.plan.batches(self.epoch, self.first_batch)
+        in_pipeline, batches = deque[ReadSamples](), self.sampler.batches(self.epoch, self.first_batch)
         if not batches:
             return
         with closing(self._prepare_ahead(batches)) as prepared:  # type: ignore[type-var]
@@ -80,8 +80,8 @@ class DaliLoader(Loader):
     def _prepare(self, epoch: int, indices: IntArray) -> ReadSamples:
         """Return DALI's inputs by name, each [N, ...] or a list of N: images and parameters of their augmentation, in
         NumPy, since a torch array makes DALI look for a driver."""
-        split, config = self.split, self.plan.augmentation
-        augmentation = self.plan.sample_augmentation(epoch, indices)
+        split, config = self.split, self.sampler.augmentation
+        augmentation = self.sampler.sample_augmentation(epoch, indices)
         crops = None if augmentation is None else augmentation.crop
 
         def prepare(content: bytes, row: int) -> tuple[np.ndarray, ...]:
@@ -97,7 +97,7 @@ class DaliLoader(Loader):
             shown, unreadable = indices, dict[str, str]()
             inputs: dict[str, Any] = {"images": np.ascontiguousarray(split.read(indices, None, replace=False).samples)}
         else:
-            read = split.read_each(indices, prepare, replace=self.plan.training)
+            read = split.read_each(indices, prepare, replace=self.sampler.training)
             shown, unreadable = read.indices, read.unreadable
             # (rows, columns) of each image after resizing, and of the square's corner or of the window to decode
             names = ("resized", "square") if crops is None else ("resized", "window_start", "window_shape")
@@ -130,7 +130,7 @@ class DaliLoader(Loader):
         """Build the pipeline for these batches of the inputs `names`."""
         fn, gpu = self.dali.fn, self.device.type == "cuda"
         pipeline = self.dali.Pipeline(
-            batch_size=self.plan.batch_size,
+            batch_size=self.sampler.batch_size,
             num_threads=self.num_threads,
             device_id=self.device.index if gpu else None,
             seed=0,  # not used

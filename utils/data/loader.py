@@ -20,7 +20,7 @@ from utils.data.augment import BatchAugmenter, Normalise, augment_each, pixel_ma
 from utils.data.config import DataConfig
 from utils.data.datasets.dataset import ImageArrays, Split
 from utils.data.datasets.image_files import describe_unreadable
-from utils.data.sampling import EpochPlan, IntArray
+from utils.data.sampling import IntArray, Sampler
 from utils.distributed.world import World
 from utils.errors import DataError, ExpectedError, print_error
 from utils.files import write_atomically
@@ -34,15 +34,15 @@ Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, unreadable file
 
 
 class Loader(ABC):
-    """Batches of one split in the order of its plan, on the device of `normalise`; see the contract in `utils.data`."""
+    """Batches of one split in the order of its sampler, on the device of `normalise`; contract: see `utils.data`."""
 
-    def __init__(self, plan: EpochPlan, normalise: Normalise) -> None:
-        self.plan, self.normalise, self.device = plan, normalise, normalise.device
+    def __init__(self, sampler: Sampler, normalise: Normalise) -> None:
+        self.sampler, self.normalise, self.device = sampler, normalise, normalise.device
         self.epoch, self.first_batch = 0, 0
         self.unreadable: dict[str, str] = {}  # file: reason, of the files skipped so far
 
     def __len__(self) -> int:
-        return len(self.plan)
+        return len(self.sampler)
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
         """Set order, augmentation and the first batch."""
@@ -51,13 +51,13 @@ class Loader(ABC):
     def record_unreadable(self, unreadable: dict[str, str]) -> None:
         """Record the unreadable files of a batch; `DataError` if too many training images are unreadable."""
         self.unreadable |= unreadable
-        if self.plan.training:
+        if self.sampler.training:
             self.check_fraction(self.unreadable)
 
     def check_fraction(self, unreadable: dict[str, str]) -> None:
         """`DataError` if these are too many unreadable files of this split."""
-        if len(unreadable) > MOST_UNREADABLE * self.plan.num_samples:
-            many = f"{len(unreadable)} of {self.plan.num_samples} images, more than {MOST_UNREADABLE:.0%}"
+        if len(unreadable) > MOST_UNREADABLE * self.sampler.num_samples:
+            many = f"{len(unreadable)} of {self.sampler.num_samples} images, more than {MOST_UNREADABLE:.0%}"
             raise DataError(f"{many}: {describe_unreadable(unreadable)}; repair or remove them")
 
     @abstractmethod
@@ -96,15 +96,15 @@ class AugmentedImages(torch_data.Dataset[Batch | ExpectedError]):
     """The dataset of a DataLoader worker: returns the augmented batch of (epoch, indices) as uint8, a quarter of the
     bytes to copy, or an `ExpectedError`, since a worker's exception would arrive as the text of a traceback."""
 
-    def __init__(self, split: Split, plan: EpochPlan) -> None:
-        self.split, self.plan = split, plan
+    def __init__(self, split: Split, sampler: Sampler) -> None:
+        self.split, self.sampler = split, sampler
 
     def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> Batch | ExpectedError:
         epoch, indices = epoch_and_indices
-        augmentation = self.plan.sample_augmentation(epoch, indices)
+        augmentation = self.sampler.sample_augmentation(epoch, indices)
         crops = None if augmentation is None else augmentation.crop
         try:
-            read = self.split.read(indices, crops, replace=self.plan.training)
+            read = self.split.read(indices, crops, replace=self.sampler.training)
         except ExpectedError as error:
             return error
         images = read.samples if augmentation is None else augment_each(read.samples, augmentation)
@@ -115,12 +115,12 @@ class AugmentedImages(torch_data.Dataset[Batch | ExpectedError]):
 class TorchvisionLoader(Loader):
     """Augments image by image with torchvision in worker processes; on CUDA, copies pinned batches without blocking."""
 
-    def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
-        super().__init__(plan, normalise)
+    def __init__(self, config: DataConfig, split: Split, sampler: Sampler, normalise: Normalise) -> None:
+        super().__init__(sampler, normalise)
         num_workers, self.has_workers = config.num_data_workers, False
         self.batches: list[tuple[int, IntArray]] = []  # (epoch, indices) of each, so that workers need no shared state
         self.loader = torch_data.DataLoader(
-            AugmentedImages(split, plan),
+            AugmentedImages(split, sampler),
             batch_size=None,
             sampler=self.batches,
             num_workers=num_workers,
@@ -138,7 +138,7 @@ class TorchvisionLoader(Loader):
             # such as a thread of a collective that has just ended: wait until such threads are idle.
             time.sleep(DELAY_SECONDS)
             self.has_workers = True
-        self.batches[:] = [(self.epoch, indices) for indices in self.plan.batches(self.epoch, self.first_batch)]
+        self.batches[:] = [(self.epoch, indices) for indices in self.sampler.batches(self.epoch, self.first_batch)]
         batches = iter(self.loader)
         while True:
             try:
@@ -185,9 +185,9 @@ class DeviceLoader(Loader):
     """Holds the uint8 dataset on the device; gathers, augments and normalises each batch there. On a CPU it uses the
     images in place: for CIFAR-100, a memory map that all processes of a machine share."""
 
-    def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
+    def __init__(self, config: DataConfig, split: Split, sampler: Sampler, normalise: Normalise) -> None:
         assert isinstance(split, ImageArrays)
-        super().__init__(plan, normalise)
+        super().__init__(sampler, normalise)
         self.unreadable = split.unreadable
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the memory map is read-only; no code writes to it
@@ -196,11 +196,11 @@ class DeviceLoader(Loader):
         self.augment = BatchAugmenter(*split.image_shape[1:], self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = self.plan.batches(self.epoch, self.first_batch)
+        batches = self.sampler.batches(self.epoch, self.first_batch)
         for start in range(0, len(batches), BATCHES_AT_ONCE):
             batches_now = batches[start : start + BATCHES_AT_ONCE]
             sizes, indices = [len(batch) for batch in batches_now], np.concatenate(batches_now)
-            augmentation = self.plan.sample_augmentation(self.epoch, indices)
+            augmentation = self.sampler.sample_augmentation(self.epoch, indices)
             maps = iter(())
             if augmentation is not None:
                 maps = iter(self._copy(pixel_maps(augmentation, *self.images.shape[2:])).split(sizes))
@@ -218,16 +218,16 @@ class DeviceLoader(Loader):
 class SyntheticLoader(Loader):
     """Repeats one random batch on the device, to measure the cost of computing without input."""
 
-    def __init__(self, config: DataConfig, split: Split, plan: EpochPlan, normalise: Normalise) -> None:
-        super().__init__(plan, normalise)
-        generator = torch.Generator().manual_seed(plan.seed)
-        shape = (plan.batch_size, *split.image_shape)
+    def __init__(self, config: DataConfig, split: Split, sampler: Sampler, normalise: Normalise) -> None:
+        super().__init__(sampler, normalise)
+        generator = torch.Generator().manual_seed(sampler.seed)
+        shape = (sampler.batch_size, *split.image_shape)
         images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         self.images = normalise(images.to(self.device))
         self.labels = torch.randint(0, config.num_classes, shape[:1], generator=generator).to(self.device)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for indices in self.plan.batches(0, self.first_batch):
+        for indices in self.sampler.batches(0, self.first_batch):
             yield self.images[: len(indices)], self.labels[: len(indices)]
 
 

@@ -78,7 +78,7 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> IntArray:
 
 
 @dataclass(frozen=True)
-class EpochPlan:
+class Sampler:
     """The images of each batch of an epoch on this rank, and their augmentation."""
 
     num_samples: int

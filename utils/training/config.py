@@ -196,9 +196,8 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     def _check_speed(self) -> "SpeedConfig":
         if self.extra_opt("fused_optimizer") and self.optimizer not in HAVE_FUSED_KERNEL:
             raise ValueError(f"enable_extra_opts has fused_optimizer, which optimizer {self.optimizer} does not have")
-        layers = {name: self.cpu_kernel(name) for name in ("winograd", "weight_products")}
-        for name, asked in {"fuse_norm_relu": self.fuse_norm_relu, **layers}.items():
-            key = name if name == "fuse_norm_relu" else f"cpu_kernels [{name}]"
+        layers = {f"cpu_kernels [{name}]": self.cpu_kernel(name) for name in ("winograd", "weight_products")}
+        for key, asked in {"fuse_norm_relu": self.fuse_norm_relu, **layers}.items():
             if asked is True and not self.enable_nhwc:
                 raise ValueError(f"{key} reads NHWC memory; it needs enable_nhwc true")
             if asked is True and self.enable_compile is True:

@@ -17,12 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from utils.errors import ConfigError
-from utils.training.config import SpeedConfig
-
 Level = Literal["O0", "O1", "O2", "O3"]
 FORMAT_NAMES = {torch.float32: "float32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-ADAPTIVE = ("adamw", "muon")  # optimizers that keep squared gradients, in the format of the weights
 
 
 @dataclass(frozen=True)
@@ -83,47 +79,6 @@ class Precision:
         batchnorm = "float32" if self.keep_batchnorm_fp32 else half
         master = ", float32 master weights" if self.level == "O2" else ""
         return f"{self.level}: {half} weights, {batchnorm} BatchNorm{master}{scale}"
-
-
-def has_bf16_kernels() -> bool:
-    """Whether oneDNN has bf16 kernels for this processor; x86 needs AVX-512. Without them PyTorch converts each number,
-    and ResNets train about ten times slower than in float32."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def gpu_has_bf16() -> bool:
-    """Whether the GPU has units for bf16; older than Ampere emulate it. True without a GPU."""
-    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
-    """AMP: choose the precision for the settings on this device. On a processor or GPU without bf16 kernels, `auto`
-    of `enable_amp` or `amp_dtype` disables autocast in bf16."""
-    level: Level = config.opt_level or ("O1" if config.enable_amp else "O0")
-    if config.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
-        raise ConfigError(f"amp_dtype fp16 needs a CUDA device, this run is on {device.type}; use bf16 or auto")
-    is_auto = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
-    fp16, remark = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda"), ""
-    if is_auto and not fp16 and not (has_bf16_kernels() if device.type == "cpu" else gpu_has_bf16()):
-        this, level = "processor" if device.type == "cpu" else "GPU", "O0"
-        remark = f": enable_amp has no effect, this {this} has no bf16 kernels; amp_dtype=bf16 with true forces it"
-    keeps_batchnorm, scaled = config.keep_batchnorm_fp32, fp16 and level in ("O1", "O2")
-    precision = Precision(
-        device.type,
-        level,
-        dtype=torch.float32 if level == "O0" else torch.float16 if fp16 else torch.bfloat16,
-        keep_batchnorm_fp32=level != "O3" if keeps_batchnorm is None else keeps_batchnorm,
-        loss_scale=config.loss_scale or ("dynamic" if scaled else None),
-        tf32=config.enable_tf32 and level == "O0" and device.type == "cuda",
-        remark=remark,
-    )
-    if level == "O3" and fp16 and config.optimizer in ADAPTIVE:
-        why = "in fp16 it would divide by squares of small gradients, which are 0"
-        raise ConfigError(f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16 or opt_level O2; {why}")
-    if level == "O3" and precision.loss_scale is not None:
-        why = "PyTorch does not unscale gradients in half precision; use opt_level O2 or loss_scale null"
-        raise ConfigError(f"loss_scale {precision.loss_scale} with opt_level O3: {why}")
-    return precision
 
 
 class Weights:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from utils.data.sampling import EpochPlan
+from utils.data.sampling import Sampler
 from utils.distributed.world import World
 from utils.errors import ExpectedError
 from utils.training.learner import Classifier
@@ -18,17 +18,17 @@ Batches = Iterable[tuple[Tensor, Tensor]]  # images [N, 3, H, W] and labels [N] 
 Collector = Callable[[Tensor, Tensor], None]  # adds outputs [N, classes] and labels [N] of a batch to a metric
 
 
-def compile_validation(classifier: Classifier, plan: EpochPlan) -> None:
-    """COMPILE: compile the prediction of the plan's whole batches, where steps are compiled and all validations of the
+def compile_validation(classifier: Classifier, sampler: Sampler) -> None:
+    """COMPILE: compile the prediction of the whole batches, where steps are compiled and all validations of the
     run together have `MIN_COMPILED_IMAGES` images and views of images on each rank.
 
     The whole run counts, not what a resume has left of it, so that a resumed run computes the same bits.
     """
     config = classifier.config
     validations = -(-config.max_epochs // config.validate_every_epochs)
-    images = validations * config.test_time_views * plan.shared_batches * plan.batch_size
+    images = validations * config.test_time_views * sampler.shared_batches * sampler.batch_size
     if classifier.plan.compiled and images >= MIN_COMPILED_IMAGES:
-        classifier.compile(plan.batch_size)
+        classifier.compile(sampler.batch_size)
 
 
 def validate(
