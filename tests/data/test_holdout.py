@@ -6,11 +6,9 @@ import signal
 import numpy as np
 import pytest
 
-from tests.conftest import read_records, run, tiny_config, without_times
-from tests.processes import run_job
+from tests.conftest import read_records, run, without_times
 from tools import evaluate
-from train import Trainer, main
-from utils.config.command_line import Arguments
+from train import Trainer
 from utils.data.build import build_loaders, find_dataset
 from utils.data.datasets.dataset import ImageArrays, stratified_split
 from utils.data.datasets.image_files import ImageFiles
@@ -121,11 +119,3 @@ def test_a_run_stopped_in_the_test_resumes_to_the_same_figures(tiny, one_rank, t
     parts = train(tiny(**HELD), one_rank, tmp_path / "parts")
     for kind in ("epoch", "end"):
         assert without_times([parts[kind]]) == without_times([whole[kind]])
-
-
-def test_two_ranks_test_every_image_once(tmp_path):
-    config = tiny_config(**HELD | {"max_epochs": 1})
-    arguments = Arguments(config, "held", tmp_path / "run", "auto", dry_run=False)
-    assert [rank.status for rank in run_job(tmp_path / "ranks", 2, main, arguments)] == [0, 0]
-    last = last_records(tmp_path / "run")
-    assert (last["epoch"]["images/valid"], last["end"]["test_images"]) == (500, 2_000)

@@ -278,14 +278,7 @@ def test_a_worker_ignores_signals_except_sigterm_of_its_trainer():
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "quota", "workers", "available"),
-    [
-        (2, 1, inf, 2, 2),
-        (8, 1, inf, 8, 8),
-        (8, 3, inf, 2, 8),
-        (2, 8, inf, 1, 2),
-        (8, 1, 2.5, 2, 2.5),
-        (8, 3, 0.5, 1, 0.5),
-    ],
+    [(2, 1, inf, 2, 2), (8, 3, inf, 2, 8), (2, 8, inf, 1, 2), (8, 1, 2.5, 2, 2.5), (8, 3, 0.5, 1, 0.5)],
 )
 def test_workers_are_capped_to_the_ranks_part_of_the_cores(cores, ranks, quota, workers, available, build, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))

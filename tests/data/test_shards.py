@@ -137,12 +137,3 @@ def test_an_unreadable_image_is_named_by_shard_and_member(folders, config, tmp_p
     assert_equal_batches(shards, build(config(source)))
     assert list(shards.train.unreadable) == [f"{tmp_path}/x/train/shard-000000.tar:01.jpg"]
     assert list(shards.valid.unreadable) == [f"{tmp_path}/x/val/shard-000000.tar:10.jpg"]
-
-
-def test_open_shards_are_closed_with_the_loader(packed, config):
-    before = len(os.listdir("/proc/self/fd"))
-    built = build(config(packed))
-    everything(built.train)
-    assert len(os.listdir("/proc/self/fd")) == before + 5
-    del built
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -228,11 +228,8 @@ def program(tmp_path):
     return str(tmp_path / "program.py")
 
 
-@pytest.mark.parametrize("store", ["torchrun's", "rank 0's"])
-def test_starting_ranks_end_when_torchrun_is_killed(tmp_path, store):
+def test_starting_ranks_end_when_torchrun_is_killed(tmp_path):
     command, variables = torchrun_here(2, tmp_path / "rendezvous")
-    if store == "torchrun's":
-        command, variables = [*command[:3], "--standalone", "--nproc_per_node=2"], {}
     command, quiet = [*command, *SHORT, f"--run-dir={tmp_path}/run"], subprocess.DEVNULL
     environment = without_launcher(os.environ) | variables
     agent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=quiet, stderr=quiet)

@@ -23,7 +23,7 @@ from utils.errors import ConfigError, DataError, Stopped
 from utils.files import lock_folder, sign_lock
 
 LONG = 200  # seconds for which a main thread waits, longer than a test
-LIMIT = 6.0  # seconds, the timeout of the tests that wait for it
+LIMIT = 5.0  # seconds, the timeout of the tests that wait for it
 
 
 # ---- what the ranks do in each test, after a barrier
@@ -113,7 +113,7 @@ def print_addresses_of_the_store(world):
 
 def end_soon():
     ranks_module.GRACE_SECONDS, ranks_module.SHORTEST_SECONDS = 0.5, 1.0
-    ranks_module.ANSWER_SECONDS, ranks_module.STORE_SECONDS = 2.0, 10.0
+    ranks_module.ANSWER_SECONDS, ranks_module.STORE_SECONDS = 2.0, 6.0
 
 
 def play_within(seconds, folder, name, *arguments):
