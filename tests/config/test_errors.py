@@ -25,18 +25,12 @@ def test_out_of_memory_ends_a_run_in_two_lines(device, message, capsys):
     assert first.startswith("error: out of memory: ") and message in first and second.startswith(REMEDY)
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (torch.OutOfMemoryError(f"{OF_CUDA}\nmore"), OF_CUDA),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory"),  # a fork
-        (MemoryError(), ""),
-    ],
-)
-def test_reports_of_memory(error, line):
-    explained = explain(error)
-    assert explained.exit_status == 1 and str(explained).startswith(f"out of memory: {line}\n{REMEDY}")
-    assert explain(ValueError(str(error))) is None
+def test_reports_of_memory():
+    fork = OSError(errno.ENOMEM, "Cannot allocate memory")
+    for error, line in (torch.OutOfMemoryError(f"{OF_CUDA}\nmore"), OF_CUDA), (fork, str(fork)), (MemoryError(), ""):
+        explained = explain(error)
+        assert explained.exit_status == 1 and str(explained).startswith(f"out of memory: {line}\n{REMEDY}")
+        assert explain(ValueError(str(error))) is None
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named():
