@@ -143,12 +143,17 @@ def _connect(address: str, launch: Launch, timeout: float) -> dist.TCPStore:
         "pass the firewall, and belong to no other job or program"
     )
     # PyTorch's own attempts would each print a stack trace
-    if not wait_for(lambda: socket.create_connection((address, launch.port), timeout=5).close() is None, limit):
+    if not wait_for(lambda: _is_open(address, launch.port), limit):
         raise ExpectedError(message)
     try:
         return dist.TCPStore(address, launch.port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
     except dist.DistError:
         raise ExpectedError(message) from None
+
+
+def _is_open(address: str, port: int) -> bool:
+    with socket.create_connection((address, port), timeout=5):
+        return True
 
 
 def wait_for(test: Callable[[], object], seconds: float) -> bool:
