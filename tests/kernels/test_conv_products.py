@@ -38,13 +38,10 @@ def gradients(layer, images):
 
 
 @pytest.mark.parametrize("rows", [1, 150, 10_000])
-@pytest.mark.parametrize(
-    ("kernel", "settings"),
-    [
-        (1, {}), (1, {"stride": 2}), (1, {"padding": 1}), (3, {"padding": 1}), (7, {"padding": 3}), (2, {}),
-        (3, {"padding": 1, "stride": 2, "bias": False}), ((3, 5), {"padding": (0, 2), "stride": (2, 3)}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kernel", "settings"), [
+    (1, {}), (1, {"stride": 2}), (1, {"padding": 1}), (3, {"padding": 1}), (7, {"padding": 3}), (2, {}),
+    (3, {"padding": 1, "stride": 2, "bias": False}), ((3, 5), {"padding": (0, 2), "stride": (2, 3)}),
+])  # fmt: skip
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_all_gradients_equal_pytorchs(kernel, settings, rows, layout, monkeypatch):
     """In float64, for products over one image, some and all, with a smaller last part."""

@@ -173,18 +173,15 @@ NORM = nn.BatchNorm2d(32)  # in two blocks
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "network",
-    [
-        Calls(lambda x, block: block(block[2](block[1](block[0](x)) + x)), make_block()),
-        Calls(lambda x, block: block(block[1](block[0](x) + x)), make_block(nn.MaxPool2d(2))),
-        Calls(lambda x, block: block[:2](x) + block(x), make_block()),
-        Calls(lambda x, block: block(x), make_block(hooked=1)),
-        Calls(lambda x, one, other: other(one(one(x))), make_block(NORM, nn.ReLU()), make_block(NORM, nn.SiLU())),
-        Calls(lambda x, block: block(block.relu(block.bn1(block.conv1(x)) + x)), BasicBlock(32, 32)),
-        Calls(lambda x, net: net(x[:, :3]).sum() + net.relu(net.bn1(net.conv1(x[:, :3])) + 1), resnet18()),
-    ],
-)
+@pytest.mark.parametrize("network", [
+    Calls(lambda x, block: block(block[2](block[1](block[0](x)) + x)), make_block()),
+    Calls(lambda x, block: block(block[1](block[0](x) + x)), make_block(nn.MaxPool2d(2))),
+    Calls(lambda x, block: block[:2](x) + block(x), make_block()),
+    Calls(lambda x, block: block(x), make_block(hooked=1)),
+    Calls(lambda x, one, other: other(one(one(x))), make_block(NORM, nn.ReLU()), make_block(NORM, nn.SiLU())),
+    Calls(lambda x, block: block(block.relu(block.bn1(block.conv1(x)) + x)), BasicBlock(32, 32)),
+    Calls(lambda x, net: net(x[:, :3]).sum() + net.relu(net.bn1(net.conv1(x[:, :3])) + 1), resnet18()),
+])  # fmt: skip
 def test_a_network_that_is_not_called_as_a_whole_stays_the_same_function(tiny, fused_calls, network):
     """In training and evaluation, gradients and statistics too, with all layers of ours. In float64, so that rounding
     decides no sign before a ReLU."""
@@ -204,10 +201,9 @@ def test_a_network_that_is_not_called_as_a_whole_stays_the_same_function(tiny, f
             torch.testing.assert_close(mine, expected, rtol=1e-8, atol=1e-8 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    ("kind", "method"),
-    [(BasicBlock, "forward"), (ResNet, "_forward_impl"), (nn.BatchNorm2d, "forward"), (nn.Sequential, "forward")],
-)
+@pytest.mark.parametrize(("kind", "method"), [
+    (BasicBlock, "forward"), (ResNet, "_forward_impl"), (nn.BatchNorm2d, "forward"), (nn.Sequential, "forward"),
+])  # fmt: skip
 def test_a_method_that_a_user_replaced_is_used(tiny, fused_calls, kind, method, monkeypatch):
     """And hooks of all modules are called."""
     usual, networks = getattr(kind, method), [resnet18(), nn.Sequential(nn.Sequential(*make_block()), *make_block())]

@@ -32,9 +32,6 @@ SMALL = [f"--set={setting}" for setting in (
 OTHERS = ("timm", "lightning", "plain PyTorch")  # rows of `bench peers`
 
 
-# ---- the protocol
-
-
 def test_trials_are_interleaved_and_the_warm_up_is_dropped():
     order = []
 
@@ -77,13 +74,10 @@ def test_a_number_that_is_not_finite_is_null_in_a_report(tiny, one_rank, tmp_pat
     assert written["case"]["rate"]["values"] == [1.0, None] and written["bins"] == [None, None, 2.5]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["ladder", "--warmup=-1"], "--warmup: is '-1'; expected a whole number from 0 on"),
-        (["scaling", "--nproc=1,0"], "--nproc: is '0'; expected a whole number from 1 on"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["ladder", "--warmup=-1"], "--warmup: is '-1'; expected a whole number from 0 on"),
+    (["scaling", "--nproc=1,0"], "--nproc: is '0'; expected a whole number from 1 on"),
+])  # fmt: skip
 def test_bad_usage_ends_with_status_2(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
@@ -106,9 +100,6 @@ def test_an_unwritable_file_is_reported_before_measuring(option, tmp_path, monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["ladder", f"--plot={tmp_path}/picture.png"]) == 2
     assert "matplotlib is missing" in capsys.readouterr().err
-
-
-# ---- ladder
 
 
 def test_a_rung_is_a_block_with_settings():
@@ -163,10 +154,9 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path):
         read_baseline(path, environment, {})
 
 
-@pytest.mark.parametrize(
-    ("now", "slower"),
-    [((94.0,), True), ((94.0, 94.0, 99.5), False), ((96.0,), False), ((200.0,), False), (None, True)],
-)
+@pytest.mark.parametrize(("now", "slower"), [
+    ((94.0,), True), ((94.0, 94.0, 99.5), False), ((96.0,), False), ((200.0,), False), (None, True),
+])  # fmt: skip
 def test_a_slower_or_skipped_rung_of_the_baseline_is_a_regression(now, slower):
     """Slower: the median beyond the tolerance, and all trials slower than the baseline's slowest."""
     results = {} if now is None else {"rung": {"full": Trials(now)}}
@@ -201,9 +191,6 @@ def test_limits_measures_every_limit(tmp_path):
     limits = [f"product {kind}, TFLOP/s" for kind in ("float32", "bf16")]
     limits += [f"convolution {kind} NHWC, TFLOP/s" for kind in ("float32", "bf16")]
     assert set(json.loads(report.read_text())["results"]) == {*limits, "memory, GB/s", "all-reduce of 100 MB, GB/s"}
-
-
-# ---- loaders
 
 
 def test_loaders_measures_every_loader_and_writes_the_report(tmp_path, capfd):
@@ -249,9 +236,6 @@ def test_measured_steps_get_their_batches_as_in_the_trainer(tiny, one_rank, monk
     step()
     trial_of(config, one_rank, step.learner.train_step, batches=1, steps=1)()
     assert [(call.args[0], call.args[2]) for call in feed.call_args_list] == [(step.plan, one_rank.device)] * 2
-
-
-# ---- peers
 
 
 def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny):
@@ -303,9 +287,6 @@ def test_lightnings_clock_stops_before_it_moves_the_network_to_the_cpu(tiny, mon
     monkeypatch.setattr(lightning.LightningModule, "cpu", recording("to the CPU", None))
     assert peers.lightning_case(tiny(batch_size=8), 1, 3)() == {"full": 3 * 8 / 2.0}
     assert events == ["wait", "clock", "wait", "clock", "to the CPU"]
-
-
-# ---- scaling
 
 
 def test_speed_up_and_efficiency_are_of_medians():

@@ -108,9 +108,6 @@ def test_memory_for_each_rank(tmp_path, monkeypatch):
     assert machine.check_memory(tmp_path, 1).message == "1.0 GB available for 1 rank(s)"
 
 
-# What hardware, NVML and DCGM report
-
-
 def at(folder, files):
     return {f"{folder}/{name}": content for name, content in files.items()}
 
@@ -123,25 +120,22 @@ UP = {"state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)", "counters/link_downed
 PORTS = at("mlx5_0/ports/1", UP) | at("mlx5_1/ports/1", UP)
 
 
-@pytest.mark.parametrize(
-    ("check", "files", "level", "words"),
-    [
-        ("memory_errors", {}, "ok", "not readable here"),
-        ("memory_errors", COUNTED | {"mc1/ce_count": 0}, "ok", ""),
-        ("memory_errors", COUNTED, "warn", ""),
-        ("memory_errors", COUNTED | {"mc1/ue_count": 2}, "fail", ""),
-        ("pcie", BUS, "ok", "1 NVIDIA GPU(s) at full width"),
-        ("pcie", BUS | at("5e:00.0", GPU | {"current_link_width": 8}), "warn", "5e:00.0: 8 of 16 lanes"),
-        ("infiniband", PORTS, "ok", "2 of 2 ports up; 400 Gb/sec (4X NDR)"),
-        ("infiniband", PORTS | {"mlx5_1/ports/1/counters/link_downed": 3}, "warn", "mlx5_1/1: link_downed 3"),
-        ("infiniband", PORTS | {"mlx5_1/ports/1/rate": "100 Gb/sec (1X NDR)"}, "warn",
-         "100 Gb/sec (1X NDR); 400 Gb/sec (4X NDR)"),
-        ("infiniband", PORTS | {"mlx5_1/ports/1/state": "1: DOWN"}, "warn",
-         "1 of 2 ports up; 400 Gb/sec (4X NDR); mlx5_1/1 is 1: DOWN"),
-        ("infiniband", PORTS | {f"mlx5_{number}/ports/1/state": "2: INIT" for number in (0, 1)}, "fail",
-         "0 of 2 ports up"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("check", "files", "level", "words"), [
+    ("memory_errors", {}, "ok", "not readable here"),
+    ("memory_errors", COUNTED | {"mc1/ce_count": 0}, "ok", ""),
+    ("memory_errors", COUNTED, "warn", ""),
+    ("memory_errors", COUNTED | {"mc1/ue_count": 2}, "fail", ""),
+    ("pcie", BUS, "ok", "1 NVIDIA GPU(s) at full width"),
+    ("pcie", BUS | at("5e:00.0", GPU | {"current_link_width": 8}), "warn", "5e:00.0: 8 of 16 lanes"),
+    ("infiniband", PORTS, "ok", "2 of 2 ports up; 400 Gb/sec (4X NDR)"),
+    ("infiniband", PORTS | {"mlx5_1/ports/1/counters/link_downed": 3}, "warn", "mlx5_1/1: link_downed 3"),
+    ("infiniband", PORTS | {"mlx5_1/ports/1/rate": "100 Gb/sec (1X NDR)"}, "warn",
+     "100 Gb/sec (1X NDR); 400 Gb/sec (4X NDR)"),
+    ("infiniband", PORTS | {"mlx5_1/ports/1/state": "1: DOWN"}, "warn",
+     "1 of 2 ports up; 400 Gb/sec (4X NDR); mlx5_1/1 is 1: DOWN"),
+    ("infiniband", PORTS | {f"mlx5_{number}/ports/1/state": "2: INIT" for number in (0, 1)}, "fail",
+     "0 of 2 ports up"),
+])  # fmt: skip
 def test_what_the_kernel_counts(check, files, level, words, tmp_path):
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -151,16 +145,13 @@ def test_what_the_kernel_counts(check, files, level, words, tmp_path):
     assert ("not readable here" in finding.message) == (not files)
 
 
-@pytest.mark.parametrize(
-    ("action", "level", "message"),
-    [
-        ("echo 'usb 1-1'", "ok", "no Xid in the kernel's log"),
-        ("echo 'dmesg: not permitted' >&2; exit 1", "ok", "not readable here: the kernel's log"),
-        *((f"echo 'NVRM: Xid (PCI:0000:3b:00): {xid}, pid=1'", "fail", f"Xid {xid} of 0000:3b:00, 1 times")
-          for xid in (48, 79, 94, 149)),
-        ("echo 'NVRM: Xid (PCI:0000:3b:00): 31, pid=1'", "warn", "Xid 31 of 0000:3b:00, 1 times"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("action", "level", "message"), [
+    ("echo 'usb 1-1'", "ok", "no Xid in the kernel's log"),
+    ("echo 'dmesg: not permitted' >&2; exit 1", "ok", "not readable here: the kernel's log"),
+    *((f"echo 'NVRM: Xid (PCI:0000:3b:00): {xid}, pid=1'", "fail", f"Xid {xid} of 0000:3b:00, 1 times")
+      for xid in (48, 79, 94, 149)),
+    ("echo 'NVRM: Xid (PCI:0000:3b:00): 31, pid=1'", "warn", "Xid 31 of 0000:3b:00, 1 times"),
+])  # fmt: skip
 def test_gpu_errors_in_the_kernel_log(action, level, message, tmp_path, monkeypatch):
     make_command(tmp_path, "dmesg", action)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -201,24 +192,21 @@ NOT_SUPPORTED = dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "level", "words"),
-    [
-        ({}, "ok", "NVIDIA H200 0 (GPU-1), 31 °C"),
-        (NOT_SUPPORTED, "ok", "NVIDIA H200 0 (GPU-1), None °C"),
-        ({"uncorrected": 2}, "fail", "2 uncorrected memory errors"),
-        ({"corrected": 9}, "warn", "9 corrected memory errors"),
-        ({"RemappedRows": (0, 1, 1, 0)}, "warn", "replaced at the next reset"),
-        ({"RemappedRows": (0, 3, 0, 0)}, "warn", "3 memory rows were replaced"),
-        ({"RemappedRows": (0, 3, 0, 1)}, "fail", "a faulty memory row cannot be replaced"),
-        ({"CurrentClocksEventReasons": 0x20}, "fail", "slowed down: heat"),
-        ({"PowerManagementLimit": 450_000}, "warn", "power limit 450 W, default 700 W"),
-        ({"links": (1, 0, 1)}, "fail", "of 3 NVLinks down: 1"),
-        ({"links": (0, 0)}, "fail", "of 2 NVLinks down: 0, 1"),
-        ({"links": (0, 0), "Name": "NVIDIA A100 80GB PCIe"}, "warn", "of 2 NVLinks down: 0, 1"),
-        ({"RemappedRows": NvmlError("GPU is lost", 15)}, "fail", "GPU 0: GPU is lost"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "level", "words"), [
+    ({}, "ok", "NVIDIA H200 0 (GPU-1), 31 °C"),
+    (NOT_SUPPORTED, "ok", "NVIDIA H200 0 (GPU-1), None °C"),
+    ({"uncorrected": 2}, "fail", "2 uncorrected memory errors"),
+    ({"corrected": 9}, "warn", "9 corrected memory errors"),
+    ({"RemappedRows": (0, 1, 1, 0)}, "warn", "replaced at the next reset"),
+    ({"RemappedRows": (0, 3, 0, 0)}, "warn", "3 memory rows were replaced"),
+    ({"RemappedRows": (0, 3, 0, 1)}, "fail", "a faulty memory row cannot be replaced"),
+    ({"CurrentClocksEventReasons": 0x20}, "fail", "slowed down: heat"),
+    ({"PowerManagementLimit": 450_000}, "warn", "power limit 450 W, default 700 W"),
+    ({"links": (1, 0, 1)}, "fail", "of 3 NVLinks down: 1"),
+    ({"links": (0, 0)}, "fail", "of 2 NVLinks down: 0, 1"),
+    ({"links": (0, 0), "Name": "NVIDIA A100 80GB PCIe"}, "warn", "of 2 NVLinks down: 0, 1"),
+    ({"RemappedRows": NvmlError("GPU is lost", 15)}, "fail", "GPU 0: GPU is lost"),
+])  # fmt: skip
 def test_health_of_a_gpu(changes, level, words):
     (finding,) = gpus.check_gpu(mocked_nvml(**changes), 0)
     assert finding.level == level and finding.message.endswith(words)
@@ -244,19 +232,16 @@ DENIED = f"| Denylist | Pass |\n{PERSISTENCE}\n| Memory  | Fail - GPU: 3  |"
 QUOTED = "; Persistence Mode Fail; Memory Fail - GPU: 3; Warning Persistence mode for GPU 0 is off"
 
 
-@pytest.mark.parametrize(
-    ("action", "arguments", "level", "message"),
-    [
-        ("echo '| Denylist | Pass |'; echo '| EUD Test | Skip - All |'; exit 7", (1, 8, 8), "ok", "dcgmi diag -r 1"),
-        (f"printf '%s' '{DENIED}'; exit 7", (1, 8, 8), "fail", f"dcgmi diag -r 1{QUOTED}"),
-        ("echo Error: no connection; exit 7", (1, 8, 8), "warn",
-         "dcgmi diag -r 1: no result, status 7 (124: time limit)"),
-        ("sleep 20", (2, 8, 8), "warn", "dcgmi diag -r 2: no result, status 124 (124: time limit)"),
-        ("", (0, 8, 8), "ok", "not run: --dcgm 0"),
-        ("", (1, 2, 8), "ok", "not run: it tests all 8 GPUs of the node, of which this job may use 2"),
-        (None, (2, 8, 8), "ok", "not run: no dcgmi on PATH"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("action", "arguments", "level", "message"), [
+    ("echo '| Denylist | Pass |'; echo '| EUD Test | Skip - All |'; exit 7", (1, 8, 8), "ok", "dcgmi diag -r 1"),
+    (f"printf '%s' '{DENIED}'; exit 7", (1, 8, 8), "fail", f"dcgmi diag -r 1{QUOTED}"),
+    ("echo Error: no connection; exit 7", (1, 8, 8), "warn",
+     "dcgmi diag -r 1: no result, status 7 (124: time limit)"),
+    ("sleep 20", (2, 8, 8), "warn", "dcgmi diag -r 2: no result, status 124 (124: time limit)"),
+    ("", (0, 8, 8), "ok", "not run: --dcgm 0"),
+    ("", (1, 2, 8), "ok", "not run: it tests all 8 GPUs of the node, of which this job may use 2"),
+    (None, (2, 8, 8), "ok", "not run: no dcgmi on PATH"),
+])  # fmt: skip
 def test_failed_tests_of_dcgm_are_quoted(action, arguments, level, message, tmp_path, monkeypatch):
     if action is not None:
         make_command(tmp_path, "dcgmi", action)
@@ -264,9 +249,6 @@ def test_failed_tests_of_dcgm_are_quoted(action, arguments, level, message, tmp_
     monkeypatch.setattr(gpus, "DCGM_SECONDS", {1: 20, 2: 0.2})
     finding = gpus.check_dcgm(*arguments)
     assert (finding.level, finding.message) == (level, message)
-
-
-# Measurements, and comparisons of ranks, nodes and days
 
 
 def test_a_single_process_checks_all_gpus_of_its_node(tiny, monkeypatch):
@@ -442,9 +424,6 @@ def test_help_imports_no_torch_and_bad_usage_exits_with_2(capsys):
     assert not capsys.readouterr().out, "no report, so no node is drained"
 
 
-# Fingerprints and burn-in
-
-
 def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # a run in this process may have set it
     random, threads = torch.get_rng_state(), torch.get_num_threads()
@@ -463,16 +442,13 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
     assert finding.level == "fail" and "1 of 2 differ" in finding.message
 
 
-@pytest.mark.parametrize(
-    ("rates", "prints", "level", "words"),
-    [
-        ([100, 101, 99, 100], "aaaa", "ok", "10.0 min, 4 rounds: 100.0 images/s, standard deviation 0.7%, +0.0% from "
-         "the first quarter to the last; 4 equal fingerprints; at most 71 °C; at least 1797 MHz"),
-        ([100] * 6 + [88] * 4, "a" * 10, "warn", "-12.0% from the first quarter to the last"),
-        ([100] * 6 + [91] * 4, "a" * 10, "ok", "-9.0% from"),
-        ([100] * 4, "aaba", "fail", "1 of 4 fingerprints differ"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("rates", "prints", "level", "words"), [
+    ([100, 101, 99, 100], "aaaa", "ok", "10.0 min, 4 rounds: 100.0 images/s, standard deviation 0.7%, +0.0% from "
+     "the first quarter to the last; 4 equal fingerprints; at most 71 °C; at least 1797 MHz"),
+    ([100] * 6 + [88] * 4, "a" * 10, "warn", "-12.0% from the first quarter to the last"),
+    ([100] * 6 + [91] * 4, "a" * 10, "ok", "-9.0% from"),
+    ([100] * 4, "aaba", "fail", "1 of 4 fingerprints differ"),
+])  # fmt: skip
 def test_burn_in_fails_on_a_changed_fingerprint_and_warns_on_a_falling_rate(rates, prints, level, words):
     readings = [{"gpu_temperature_c": 71.4 - i, "gpu_clock_mhz": 1800.0 - i} for i in range(len(rates))]
     finding = judge_rounds(10, rates, prints, readings)
@@ -483,9 +459,6 @@ def test_a_short_burn_in_on_this_machine(tiny, one_rank, monkeypatch):
     monkeypatch.setattr(burn_in, "ROUND_SECONDS", 0.1)
     finding = burn_in.burn_in(tiny(), one_rank, 0.01)
     assert finding.level != "fail" and "equal fingerprints" in finding.message and finding.figures["images/s"] > 0
-
-
-# Container recipes
 
 
 @pytest.mark.slow

@@ -63,16 +63,12 @@ def last_record(folder, kind):
     return read_records(folder / "metrics.jsonl", kind)[-1]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"enable_amp": True, "enable_nhwc": True, "data_loader": "torchvision", **BF16},
-        {"opt_level": "O2", **BF16},
-        {"ema_decay": 0.7, "test_time_views": 6},
-        {"data_loader": "synthetic", "micro_batch_size": 8},
-    ],
-    ids=["bf16 autocast, NHWC", "bf16 weights", "average of weights", "synthetic"],
-)
+@pytest.mark.parametrize("changes", [
+    {"enable_amp": True, "enable_nhwc": True, "data_loader": "torchvision", **BF16},
+    {"opt_level": "O2", **BF16},
+    {"ema_decay": 0.7, "test_time_views": 6},
+    {"data_loader": "synthetic", "micro_batch_size": 8},
+], ids=["bf16 autocast, NHWC", "bf16 weights", "average of weights", "synthetic"])  # fmt: skip
 def test_evaluation_reproduces_the_figures_of_the_run(tmp_path, changes, capsys):
     train_run(tmp_path, **changes)
     end = last_record(tmp_path, "end")
@@ -195,17 +191,14 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, refuses, ca
     refuses(4, "is damaged", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (["tests"], 4, "tests: holds no checkpoint of a step; give a run's folder"),
-        (["{run}/metrics.jsonl"], 4, "is damaged or not a checkpoint of this program"),
-        (["{run}", "--set", "model=resnet20"], 2, "--set model: cannot be changed after training; it was 'resnet8'"),
-        (["{run}", "--json", "/proc/none/file"], 2, "--json /proc/none/file: cannot be written"),
-        (["{run}", "--data", "{photos}/disc"], 3, "has images outside class folders; expected"),
-        (["{run}", "--data", "{photos}/none"], 3, "none: cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "status", "message"), [
+    (["tests"], 4, "tests: holds no checkpoint of a step; give a run's folder"),
+    (["{run}/metrics.jsonl"], 4, "is damaged or not a checkpoint of this program"),
+    (["{run}", "--set", "model=resnet20"], 2, "--set model: cannot be changed after training; it was 'resnet8'"),
+    (["{run}", "--json", "/proc/none/file"], 2, "--json /proc/none/file: cannot be written"),
+    (["{run}", "--data", "{photos}/disc"], 3, "has images outside class folders; expected"),
+    (["{run}", "--data", "{photos}/none"], 3, "none: cannot be read"),
+])  # fmt: skip
 def test_bad_usage(run, folders, refuses, arguments, status, message):
     refuses(status, message, *(argument.format(run=run, photos=folders) for argument in arguments))
 

@@ -30,11 +30,9 @@ def image_batch():
     return torch.from_numpy(valid.images[chosen]), torch.from_numpy(valid.labels[chosen])
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"ema_decay": 0.8, "limit_train_batches": 80}, {"enable_nhwc": True, "opt_level": "O2", "loss_scale": 128.0}],
-    ids=["the average", "O2"],
-)
+@pytest.mark.parametrize("changes", [
+    {"ema_decay": 0.8, "limit_train_batches": 80}, {"enable_nhwc": True, "opt_level": "O2", "loss_scale": 128.0},
+], ids=["the average", "O2"])  # fmt: skip
 def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_path, image_batch, changes, capsys):
     Trainer(tiny(**{"limit_train_batches": 40} | changes), one_rank, tmp_path, "tiny", "auto").train()
     assert export.main([str(tmp_path)]) == 0

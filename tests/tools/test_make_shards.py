@@ -76,13 +76,10 @@ def test_a_failed_run_leaves_nothing(folders, tmp_path, monkeypatch, capsys):
     assert "exists already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shards=nowhere"], "nowhere/train: no images found; expected shards"),
-        (["--shards=x", "--from=nowhere"], "nowhere/train: cannot be read: No such file"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--shards=nowhere"], "nowhere/train: no images found; expected shards"),
+    (["--shards=x", "--from=nowhere"], "nowhere/train: cannot be read: No such file"),
+])  # fmt: skip
 def test_wrong_folders_are_named(arguments, message, folders, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert prepare_data.main([argument.format(folders=folders) for argument in arguments]) == 3
@@ -90,16 +87,13 @@ def test_wrong_folders_are_named(arguments, message, folders, tmp_path, monkeypa
     assert message in error and error.count("\n") == 1 and not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "expected either --dataset and --data_path, or --shards"),
-        (["--shards=x", "--dataset=cifar10"], "expected either"),
-        (["--dataset=cifar10"], "expected either"),
-        (["--shards=x", "--images_per_shard=5"], "--images_per_shard needs --shards and --from"),
-        (["--dataset=cifar10", "--data_path=x", "--from=y", "--images_per_shard=5"], "--images_per_shard needs"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "expected either --dataset and --data_path, or --shards"),
+    (["--shards=x", "--dataset=cifar10"], "expected either"),
+    (["--dataset=cifar10"], "expected either"),
+    (["--shards=x", "--images_per_shard=5"], "--images_per_shard needs --shards and --from"),
+    (["--dataset=cifar10", "--data_path=x", "--from=y", "--images_per_shard=5"], "--images_per_shard needs"),
+])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         prepare_data.main(arguments)

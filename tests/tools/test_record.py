@@ -96,9 +96,6 @@ def test_a_commit_of_results_does_not_change_the_code(tmp_path):
     assert git_commit(tmp_path) == f"{before} with changes"
 
 
-# ---- two configurations on the same seeds
-
-
 @pytest.fixture
 def runs(monkeypatch):
     """Record trained seeds as (folder, seed) without starting processes; a higher lr gains 3, 1, -2 points."""

@@ -1,18 +1,12 @@
 """examples/search.py: trials within the space, continued by the same call."""
 
 from importlib import util
+from unittest.mock import Mock
 
 import pytest
 
 from tests.conftest import ROOT, TINY
 from utils.errors import ExpectedError
-
-
-def raising(error):
-    def train(*_, **__):
-        raise error
-
-    return train
 
 
 def test_a_search_continues_until_it_has_its_trials(tmp_path, monkeypatch):
@@ -23,9 +17,9 @@ def test_a_search_continues_until_it_has_its_trials(tmp_path, monkeypatch):
     settings = TINY | {"max_epochs": 1, "limit_train_batches": 1, "holdout_images": 50, "log_to_screen": False}
     del settings["batch_size"]
     train = example.train
-    monkeypatch.setattr(example, "train", raising(ExpectedError("broke down")))
+    monkeypatch.setattr(example, "train", Mock(side_effect=ExpectedError("broke down")))
     assert [trial.state.name for trial in example.search(tmp_path, 1, **settings).trials] == ["PRUNED"]
-    monkeypatch.setattr(example, "train", raising(KeyboardInterrupt))
+    monkeypatch.setattr(example, "train", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         example.search(tmp_path, 2, **settings)
     monkeypatch.setattr(example, "train", train)

@@ -100,10 +100,9 @@ def test_two_runs_are_drawn(suffix, begins, folder, tmp_path, capsys):
     assert capsys.readouterr().out.count("two-ranks: iteration 3") == 2
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "No such file or directory"), (b"[1]", "not a trace"), (b'{"traceEvents": []}', "holds no training steps")],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "No such file or directory"), (b"[1]", "not a trace"), (b'{"traceEvents": []}', "holds no training steps"),
+])  # fmt: skip
 def test_a_wrong_file_is_one_line(content, message, tmp_path, capsys):
     path = tmp_path / "wrong.json.gz"
     if content is not None:

@@ -40,7 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     check_writable("--failing-nodes", options.failing_nodes)
     if options.nodes:
-        return subprocess.run(_on_every_node(sys.argv[1:] if argv is None else list(argv)), check=False).returncode
+        if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
+            raise ConfigError(
+                "--nodes: not in a Slurm allocation; get one with salloc, or start the doctor with torchrun"
+            )
+        own = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--nodes"]
+        tasks = [f"--ntasks={os.environ['SLURM_JOB_NUM_NODES']}", "--ntasks-per-node=1"]
+        return subprocess.run(["srun", *tasks, *module_command("doctor"), *own], check=False).returncode
     if options.compare:
         return compare(options)
     baseline = None if options.baseline is None else read_record(options.baseline)
@@ -103,13 +109,6 @@ def parser() -> argparse.ArgumentParser:
     help_text = "train for MINUTES; watch rate, results, heat and faults"
     parser.add_argument("--burn-in", type=above_zero, metavar="MINUTES", help=help_text)
     return parser
-
-
-def _on_every_node(arguments: list[str]) -> list[str]:
-    if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
-        raise ConfigError("--nodes: not in a Slurm allocation; get one with salloc, or start the doctor with torchrun")
-    tasks = [f"--ntasks={os.environ['SLURM_JOB_NUM_NODES']}", "--ntasks-per-node=1"]
-    return ["srun", *tasks, *module_command("doctor"), *(word for word in arguments if word != "--nodes")]
 
 
 def examine(options: argparse.Namespace, config: Config, world: "World") -> list[Finding]:
