@@ -21,7 +21,7 @@ COMMANDS = {
     "predict": ("tools.predict", "classify images, and show the worst mistakes"),
     "export": ("tools.export", "write the best weights for use elsewhere"),
     "report": ("tools.report", "draw runs as one page"),
-    "runs": ("tools.runs", "list runs, show where the time went or how two differ"),
+    "runs": ("tools.runs", "list runs, show where the time went"),
     "timeline": ("tools.timeline", "draw a training step of profiled runs"),
     "bench": ("tools.bench", "measure one part of the trainer"),
     "doctor": ("tools.doctor", "check a machine before a job"),
@@ -32,27 +32,29 @@ COMMANDS = {
 }
 
 
-def list_commands() -> None:
-    """Print the commands."""
+def list_commands() -> int:
+    """Print the commands; returns the exit status."""
     width = max(map(len, COMMANDS))
     print("usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n")
     for command, (_, what) in COMMANDS.items():
         print(f"  {command:{width}}  {what}")
+    return 0
 
 
 def main() -> int:
     """Run the module of the command named by the first argument; returns the exit status."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    # As with `python train.py`, no file of the working directory shadows a library or a module of this program.
+    sys.path[:] = [str(CODE), *(path for path in sys.path if path not in ("", os.getcwd()))]
     if name in ("-h", "--help"):
-        list_commands()
-        return 0
+        from utils.errors import exit_in_a_line
+
+        return exit_in_a_line(list_commands)()
     if name == "--version":
         sys.argv.insert(1, name := "train")
     if name not in COMMANDS:
         print(f"error: no such command: {name}; expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    # As with `python train.py`, no file of the working directory shadows a library or a module of this program.
-    sys.path[:] = [str(CODE), *(path for path in sys.path if path not in ("", os.getcwd()))]
     del sys.argv[1]
     runpy.run_module(COMMANDS[name][0], run_name="__main__", alter_sys=True)
     return 0

@@ -10,8 +10,10 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import ParamSpec, TextIO
 
 Parameters = ParamSpec("Parameters")
@@ -103,7 +105,8 @@ def complete_output() -> Iterator[None]:
         raise
     finally:
         try:
-            print(end=more, flush=True)
+            with suppress(AttributeError):  # an object that has only `write`
+                print(end=more, flush=True)
         except OSError as error:
             drop(sys.stdout)
             if isinstance(error, BrokenPipeError):
@@ -134,7 +137,7 @@ def print_error(message: str) -> None:
 
 SYSTEM = (RuntimeError, OSError, MemoryError)
 # Failures that are no bugs: types, pattern of "TYPE: TEXT", kind and text of the user's error, in which {line} is the
-# text's first line, and {0}, {1} are the pattern's groups. The first that fits counts.
+# text's first line, {0}, {1} are the pattern's groups, and {remedy} is of `_remedy`. The first that fits counts.
 FAILURES: tuple[tuple[tuple[type[Exception], ...], str, type[ExpectedError], str], ...] = (
     (  # of the system, or of PyTorch when it passes a tensor between processes; or a loader worker's exit code (EMFILE)
         SYSTEM, r"too many open files|items of ancdata|exit codes? .*\b24\b", ExpectedError,
@@ -142,7 +145,7 @@ FAILURES: tuple[tuple[tuple[type[Exception], ...], str, type[ExpectedError], str
         "data_loader=device",
     ),
     (
-        (Exception,), r"Caught \w+ in DataLoader worker[\s\S]*(File .*)[\s\S]*\n\s*(\S.*)\s*$", ExpectedError,
+        (Exception,), r"Caught \w+ in DataLoader worker[\s\S]*((?-i:File) .*)[\s\S]*\n\s*(\S.*)\s*$", ExpectedError,
         "a loader worker failed: {1} ({0})",
     ),
     (  # PyTorch reports the signal or not, depending on what it waited for
@@ -153,8 +156,7 @@ FAILURES: tuple[tuple[tuple[type[Exception], ...], str, type[ExpectedError], str
     ),
     (
         SYSTEM, f"MemoryError|{OUT_OF_MEMORY.pattern}", ExpectedError,
-        "out of memory: {line}\nuse a smaller micro_batch_size, which keeps batch_size, or valid_batch_size_per_gpu, "
-        "enable_amp=true, or a machine with more memory; --dry-run estimates the memory of training",
+        "out of memory: {line}\nuse {remedy}; --dry-run estimates the memory of training",
     ),
     (
         (RuntimeError,), r"(\S+) does not have a deterministic implementation", ConfigError,
@@ -180,5 +182,13 @@ def explain(error: Exception) -> ExpectedError | None:
     text = f"{type(error).__name__}: {error}"
     for types, pattern, kind, message in FAILURES:
         if isinstance(error, types) and (found := re.search(pattern, text, re.IGNORECASE)):
-            return kind(message.format(*found.groups(), line=str(error).partition("\n")[0]))
+            return kind(message.format(*found.groups(), line=str(error).partition("\n")[0], remedy=_remedy(error)))
     return None
+
+
+def _remedy(error: Exception) -> str:
+    """Return what needs less memory in the part of the run where the error was raised."""
+    files = {Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)}
+    if "step.py" in files:  # of utils/training, as validation.py
+        return "a smaller micro_batch_size, which keeps batch_size, a smaller batch_size, or enable_amp=true"
+    return "a smaller valid_batch_size_per_gpu" if "validation.py" in files else "less data, or more memory"

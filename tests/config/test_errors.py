@@ -1,14 +1,16 @@
 """The messages for failures of the machine: out of memory, and operations without a deterministic kernel."""
 
 import errno
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from train import Trainer
 from utils.distributed.ranks import run_ranks
 from utils.errors import ConfigError, explain
 
-REMEDY = "use a smaller micro_batch_size, which keeps batch_size, or valid_batch_size_per_gpu, "
+REMEDY = "use less data, or more memory; "
 OF_CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB."
 
 
@@ -31,6 +33,18 @@ def test_reports_of_memory():
         explained = explain(error)
         assert explained.exit_status == 1 and str(explained).startswith(f"out of memory: {line}\n{REMEDY}")
         assert explain(ValueError(str(error))) is None
+
+
+def test_a_smaller_micro_batch_is_the_remedy_in_the_step_only(tiny, one_rank, monkeypatch):
+    trainer = Trainer(tiny(), one_rank)
+    monkeypatch.setattr(trainer.learner.model, "forward", Mock(side_effect=torch.OutOfMemoryError))
+    for pass_of_data, remedy in (
+        (trainer.train_one_epoch, "use a smaller micro_batch_size, which keeps batch_size, "),
+        (trainer.validate_one_epoch, "use a smaller valid_batch_size_per_gpu; "),
+    ):
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            pass_of_data()
+        assert str(explain(raised.value)).splitlines()[1].startswith(remedy)
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named():

@@ -138,7 +138,8 @@ def test_classes_are_matched_by_name_and_other_and_doubled_names_are_refused():
     assert match_classes("data", ["cat", "ant", "bee"], ["ant", "bee", "cat"], "").tolist() == [2, 0, 1]
     for found, known, message in (
         (["ant", "cat"], ["ant", "bee"], "data: its 2 classes are not the 2 expected ones, for example 'bee'; rename"),
-        (["be\u0301e"], ["b\u00e9e"], r"for example 'be\\u0301e'; rename"),
+        (["be\u0301e"], ["b\u00e9e"], r"for example 'be\\u0301e'; some differ in their Unicode form only; rename"),
+        (["be\u0301e", "b\u00e9e"], ["ant"], "class 'b\u00e9e' occurs twice, in two Unicode forms; give"),
         (["ant", "ant"], ["ant"], "data: class 'ant' occurs twice"),
     ):
         with pytest.raises(DataError, match=message):
@@ -153,6 +154,18 @@ def test_statistics_are_exact_in_parts_and_a_constant_channel_has_deviation_1(mo
     mean, std = channel_statistics(images)
     np.testing.assert_allclose(mean, images.mean((0, 2, 3)) / 255, rtol=1e-12)
     np.testing.assert_allclose(std, [images[:, 0].std() / 255, 1, images[:, 2].std() / 255], rtol=1e-12)
+
+
+@pytest.mark.parametrize("loader", ["device", "torchvision"])
+def test_a_memory_map_whose_file_was_cut_is_named(loader, one_rank, tmp_path):
+    np.save(tmp_path / "images.npy", np.zeros((100, 3, 8, 8), np.uint8))
+    split = datasets.ImageArrays(np.load(tmp_path / "images.npy", mmap_mode="r")[10:], np.zeros(90, np.int64))
+    config = Config(data_loader=loader, num_data_workers=0, valid_batch_size_per_gpu=30)
+    built = utils.data.build.build_loader(config, ((0, 0, 0), (1, 1, 1)), one_rank, split, training=False)
+    assert len(list(built)) == 3
+    (tmp_path / "images.npy").write_bytes(b"")
+    with pytest.raises(DataError, match=r"images.npy: has become shorter: 0 bytes, expected 19328; restore it"):
+        list(built)
 
 
 @pytest.mark.parametrize("labels", [np.arange(1000) // 100, np.arange(1000) % 10, np.arange(1000) // 2])

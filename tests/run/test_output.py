@@ -57,6 +57,7 @@ def test_a_command_ends_with_a_line_and_a_status(line, status, message):
 ANSWERS = {
     "a tool": command("print('x' * 2**20)"),
     "--list-configs": [sys.executable, "train.py", "--list-configs"],
+    "the commands": [sys.executable, "__main__.py"],
     "evaluate": [sys.executable, "-m", "tools.evaluate"],  # prints on the main rank
 }
 

@@ -50,11 +50,17 @@ class Counts(nn.Sequential):
 
 def counts(num_classes):
     shared = nn.Linear(8, 8)
+    shared.computed = shared.weight * 2  # as the weight of the old torch.nn.utils.weight_norm
     return Counts(torch.ones(()), *network(num_classes)[:-1], shared, shared, nn.Dropout(), nn.Linear(8, num_classes))
 
 def unsaved(num_classes):
     model = counts(num_classes)
     model.register_buffer("mean", torch.ones(()), persistent=False)
+    return model
+
+def complex_buffer(num_classes):
+    model = network(num_classes)
+    model.register_buffer("phase", torch.ones((), dtype=torch.complex64))
     return model
 
 def unused(num_classes):
@@ -68,6 +74,7 @@ class Viewed(nn.Linear):
 
 viewed = lambda num_classes: Viewed(3072, num_classes)
 fails = lambda num_classes: nn.Linear(num_classes, [][0])
+few = lambda num_classes: nn.Sequential(*network(num_classes)[:-1], nn.BatchNorm1d(8), nn.Linear(8, num_classes))
 no_head = lambda num_classes: nn.Conv2d(3, 8, 3)
 late = lambda num_classes: Counts(None, *network(num_classes))
 
@@ -168,6 +175,9 @@ NO_TIMM = r'timm cannot be imported .*pip install "\.\[timm\]"'
 REFUSED = [  # the model or the optimizer, other settings, the message
     ("of_mine:viewed", {"enable_nhwc": True}, r"\[2, 3, 32, 32\]: RuntimeError: view .*\n{file}:\d+: return super\(\)"),
     ("of_mine:viewed", SMALL_FIRST, r"\[2, 3, 8, 8\] in training: .*\n{file}:\d+: "),
+    ("of_mine:few", {"micro_batch_size": 1}, r"\[1, 3, 32, 32\] in training: ValueError: "),
+    ("vgg16", SMALL_FIRST, r"cannot take images \[2, 3, 8, 8\] in training: Runtime"),
+    ("of_mine:complex_buffer", {}, "phase of its state is no tensor of real numbers"),
     ("of_mine:late", {}, r"its buffer mean is None at first and \[\] after training; give it its final shape"),
     ("of_mine:unsaved", {}, "its buffer mean is not saved, but changes; use no persistent=False"),
     ("of_mine:fails", {}, r"IndexError: list index out of range\n{file}:\d+: fails = lambda"),

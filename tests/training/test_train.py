@@ -21,7 +21,7 @@ from tests.processes import complaints, run_job
 from train import Trainer
 from utils.config.command_line import Arguments
 from utils.errors import CheckpointError, ConfigError, ExpectedError
-from utils.run.checkpoint import list_checkpoints
+from utils.run.checkpoint import encode, list_checkpoints, read_checkpoint
 from utils.run.logger import RunLogger
 from utils.run.run import Run
 from utils.training import plan
@@ -141,9 +141,17 @@ def test_other_data_or_other_epochs_are_refused(tiny, one_rank, folder):
         shorter = tiny(max_epochs=4, enable_profiling=True, profiling_iters_per_epoch=3)
         run(shorter, one_rank, folder, resume=str(folder))
     trainer = Trainer(tiny(max_epochs=4), one_rank, folder, "tiny", str(folder))
-    for name, shown in (("other", "other"), ("b\u00e9e", r"b\\xe9e")):  # of two Unicode forms both would look alike
-        trainer.run.data["class_names"] = [name, *trainer.run.data["class_names"][1:]]
-        with pytest.raises(CheckpointError, match=rf"{refused}class_names \['.* -> \['{shown}'"):
+    path, names = list_checkpoints(folder / "checkpoints")[0], trainer.run.data["class_names"]
+    for saved, name, remark in (
+        (names[0], "other", ""),
+        ("be\u0301e", "b\u00e9e", "; some differ in their Unicode form only"),
+    ):
+        state = read_checkpoint(path)
+        state["data"]["class_names"] = [saved, *names[1:]]
+        (folder / "changed.pt").write_bytes(encode(state))
+        trainer = Trainer(tiny(max_epochs=4), one_rank, folder, "tiny", str(folder / "changed.pt"))
+        trainer.run.data["class_names"] = [name, *names[1:]]
+        with pytest.raises(CheckpointError, match=rf"{refused}class_names \['.* -> \['{name}'.*{remark}\n"):
             trainer.train()
     unused = {"cifar100_mean": (0.5, 0.5, 0.5)}
     assert run(tiny(max_epochs=4, **unused), one_rank, folder, resume=str(folder)).run.epoch == 4

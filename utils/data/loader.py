@@ -188,7 +188,7 @@ class DeviceLoader(Loader):
     def __init__(self, config: DataConfig, split: Split, sampler: Sampler, normalise: Normalise) -> None:
         assert isinstance(split, ImageArrays)
         super().__init__(sampler, normalise)
-        self.unreadable = split.unreadable
+        self.arrays, self.unreadable = split, split.unreadable
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the memory map is read-only; no code writes to it
             self.images = torch.from_numpy(split.images).to(self.device)
@@ -205,6 +205,7 @@ class DeviceLoader(Loader):
             if augmentation is not None:
                 maps = iter(self._copy(pixel_maps(augmentation, *self.images.shape[2:])).split(sizes))
             for chosen in self._copy(indices).split(sizes):
+                self.arrays.check_file()
                 images = self.images.index_select(0, chosen)
                 if augmentation is not None:
                     images = self.augment(images, next(maps))

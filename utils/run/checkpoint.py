@@ -208,10 +208,9 @@ def _kind(value: Any) -> str:
 
 
 def changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
-    """Return {key: "KEY OLD -> NEW"} of each current key whose value changed, in ASCII: two Unicode forms of a letter
-    look alike."""
+    """Return {key: "KEY OLD -> NEW"} of each current key whose value changed."""
     pairs = {key: (saved.get(key), value) for key, value in current.items()}
-    return {key: f"{key} {old!a:.60} -> {new!a:.60}" for key, (old, new) in pairs.items() if old != new}
+    return {key: f"{key} {old!r:.60} -> {new!r:.60}" for key, (old, new) in pairs.items() if old != new}
 
 
 def shorten(names: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from typing import IO, Any
 from torch import Tensor
 
 from utils.base_config import BaseConfig, render
+from utils.data.datasets.dataset import unicode_remark
 from utils.distributed.launch import job_name, was_restarted
 from utils.environment import describe_arithmetic
 from utils.errors import CheckpointError
@@ -118,6 +119,7 @@ def _check_fit(run: Run, path: Path, state: State, *, must_equal: bool) -> None:
     computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
     if other := checkpoint.changed(state["data"], {key: run.data[key] for key in run.data if key not in computed}):
         found = f"was trained on other data, or with epochs of another length: {checkpoint.shorten([*other.values()])}"
+        found += unicode_remark(*(data.get("class_names", []) for data in (run.data, state["data"])))
         raise CheckpointError(f"{path}: {found}\nresume with the same data and limits, or {checkpoint.NEW_RUN}")
     checkpoint.check_tensors_fit(path, state, run.learner.model.state_dict(), run.learner.optimizer)
     if differing := checkpoint.changed(state["versions"], describe_arithmetic(run.world.device)):

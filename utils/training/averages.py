@@ -6,7 +6,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from utils.errors import ConfigError
 from utils.training.config import RecipeConfig
+from utils.user_code import user_code_errors
 
 STATISTICS = ("running_mean", "running_var")
 
@@ -21,7 +23,12 @@ class Ema:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay, self.updates, self._model, self.network = decay, 0, model, copy.deepcopy(model)
+        self.decay, self.updates, self._model = decay, 0, model
+        # deepcopy refuses tensors computed from parameters, such as the weight of the old torch.nn.utils.weight_norm
+        attributes = [value for layer in model.modules() for value in vars(layer).values()]
+        computed = [value for value in attributes if isinstance(value, Tensor) and not value.is_leaf]
+        with user_code_errors(f"ema_decay {decay:g}: the network cannot be copied", ConfigError):
+            self.network = copy.deepcopy(model, {id(value): value.detach().clone() for value in computed})
 
     @torch.no_grad()
     def update(self) -> None:

@@ -2,11 +2,13 @@
 
 import hashlib
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 
@@ -42,7 +44,18 @@ class ImageArrays:
 
     def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples:
         """Return the samples `indices`; the other arguments are for `ImageFiles`, which has the same interface."""
+        self.check_file()
         return ReadSamples(self.images[indices], indices, {})
+
+    def check_file(self) -> None:
+        """`DataError` if the file of a memory map has been cut: reading beyond its end would kill the process."""
+        owner = self.images
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        if isinstance(owner, np.memmap) and owner.filename and os.path.exists(owner.filename):
+            found, needed = os.path.getsize(owner.filename), owner.offset + owner.nbytes
+            if found < needed:
+                raise DataError(f"{owner.filename}: has become shorter: {found} bytes, expected {needed}; restore it")
 
     def identity(self) -> Iterator[bytes]:
         """Yield evenly spaced images."""
@@ -81,15 +94,23 @@ class Dataset:
 
 def match_classes(where: str, found: Sequence[str], known: Sequence[str], remedy: str) -> IntArray:
     """Return the index in `known` of each of the class names `found`, int64 [classes]: their order may differ.
-    Raises `DataError` if the names differ, or one of them occurs twice."""
+    Raises `DataError` if the names differ, or one of them occurs twice, perhaps in two Unicode forms."""
     for names in (found, known):
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise DataError(f"{where}: class {twice[0]!r} occurs twice; give each class another name")
+        composed = [normalize("NFC", name) for name in names]
+        if twice := [name for name, count in Counter(composed).items() if count > 1]:
+            forms = "" if names.count(twice[0]) > 1 else ", in two Unicode forms"
+            raise DataError(f"{where}: class {twice[0]!r} occurs twice{forms}; give each class another name")
     if differing := sorted({*known} ^ {*found}):  # in ASCII: an accent may be a character of its own
         sizes = f"its {len(found)} classes are not the {len(known)} expected ones, for example {differing[0]!a}"
-        raise DataError(f"{where}: {sizes}; {remedy}")
+        raise DataError(f"{where}: {sizes}{unicode_remark(found, known)}; {remedy}")
     labels = {name: label for label, name in enumerate(known)}
     return np.array([labels[name] for name in found], np.int64)
+
+
+def unicode_remark(names: Sequence[str], others: Sequence[str]) -> str:
+    """Return a remark if one of these names differs from one of the others in its Unicode form only, else ""."""
+    new, old = ({normalize("NFC", name) for name in some} for some in ({*names} - {*others}, {*others} - {*names}))
+    return "; some differ in their Unicode form only" * bool(new & old)
 
 
 def load_dataset(name: str, data_path: Path, *, download: bool) -> Dataset:

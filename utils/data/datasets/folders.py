@@ -12,7 +12,7 @@ from textwrap import shorten
 
 import numpy as np
 
-from utils.data.datasets.dataset import Dataset, channel_statistics, match_classes
+from utils.data.datasets.dataset import Dataset, channel_statistics, match_classes, unicode_remark
 from utils.data.datasets.image_files import ImageFiles, ReadSamples, describe_unreadable, spaced
 from utils.data.datasets.image_files import printable_name as printable
 from utils.errors import DataError
@@ -79,8 +79,9 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
             continue
         folders, names = _entries(path)
         if unknown := [name for name in map(printable, folders) if name not in labels]:
-            named = f"{shorten(', '.join(unknown), 80)}\nits classes are: {shorten(', '.join(labels), 160)}"
-            raise DataError(f"{path}: folders that are no classes of this run: {named}")
+            named = f"{shorten(', '.join(unknown), 80)}{unicode_remark(unknown, class_names)}"
+            classes = shorten(", ".join(labels), 160)
+            raise DataError(f"{path}: folders that are no classes of this run: {named}\nits classes are: {classes}")
         images = [(os.path.join(path, name), -1) for name in names]
         for name in folders:
             images += [(image, labels[printable(name)]) for image in _list_images(os.path.join(path, name))]
