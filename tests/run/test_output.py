@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import ROOT, TINY, as_options, read_records
 from tests.processes import wait_until, without_launcher
 from tools.common import print_table
-from utils.errors import print_text
+from utils.errors import complete_output, print_text
 
 
 def test_names_in_a_table_are_shown_without_markup(capsys):
@@ -79,6 +80,12 @@ def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if
             answered = ended(answer, output)
             assert [answered.returncode, answered.stderr] == expected
     os.close(writer)
+
+
+def test_an_output_that_has_only_write_is_enough(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=len))
+    with complete_output():
+        print("as in a notebook")
 
 
 def test_an_error_keeps_its_status_if_the_disk_of_stderr_is_full():
