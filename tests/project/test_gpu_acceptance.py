@@ -1,6 +1,7 @@
 """deploy/gpu_acceptance.sh, with a fake python: what passed is not repeated, and a failure decides the exit status."""
 
 import os
+import re
 import signal
 import subprocess
 
@@ -10,9 +11,9 @@ from tests.processes import make_command, wait_until
 FAKE_PYTHON = """
 case "$*" in
 *device_count*) echo 2; exit ;;
-*tools.doctor*) step=doctor; echo '{"worst": "warn"}'; status=1 ;;
-"-m pytest "*) step=pytest; status=0 ;;
-*) step=$3; status=0 ;;
+*tools.doctor*--set=device=cuda*) step=doctor; cat verdict; echo 'fail  data  no data' >&2; status=1 ;;
+"-m pytest "*) step=pytest; cat tests; status=0 ;;
+*--set=device=cuda*) step=$3; status=0 ;;
 esac
 echo "$step" >>steps
 if [ "$step" = ladder ]; then sleep "$(cat ladder_seconds)"; fi
@@ -25,7 +26,6 @@ def test_an_interrupted_acceptance_continues_and_a_failed_step_is_named(tmp_path
     make_command(tmp_path, "python", f"cd {tmp_path}{FAKE_PYTHON}")
     command = ["bash", str(ROOT / "deploy/gpu_acceptance.sh"), str(tmp_path / "out")]
     environment = os.environ | {"PYTHON": str(tmp_path / "python"), "TESTS": "-m gpu_tests"}
-
     ran = tmp_path / "steps"
 
     def run():
@@ -35,6 +35,8 @@ def test_an_interrupted_acceptance_continues_and_a_failed_step_is_named(tmp_path
         return done.returncode, ran.read_text().split(), done.stdout
 
     (tmp_path / "ladder_seconds").write_text("600")
+    (tmp_path / "verdict").write_text('{"worst": "warn"}')
+    (tmp_path / "tests").write_text("= 3 passed, 1 skipped in 1 s =")
     (tmp_path / "broken").touch()
     ran.touch()
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -48,5 +50,9 @@ def test_an_interrupted_acceptance_continues_and_a_failed_step_is_named(tmp_path
     assert "tests: passed before" in printed and "failed: record;" in printed and "no target" in printed
     (tmp_path / "broken").unlink()
     assert run()[:2] == (0, ["record"])
-    environment["RECORD"] = "--config=accuracy"  # another command runs again
-    assert run()[:2] == (0, ["record"])
+    environment |= {"RECORD": "--config=accuracy", "TESTS": "-m slow", "DOCTOR": "--dcgm=0"}  # other commands run again
+    (tmp_path / "verdict").write_text('{"worst": "fail"}')
+    (tmp_path / "tests").write_text("= 174 skipped in 1 s =")
+    status, steps, printed = run()
+    assert (status, steps) == (1, ["doctor", "doctor", "pytest", "record"])
+    assert re.search(r"tests: FAILED .*174 skipped", printed) and "out/ranks.json: fail data no data\n" in printed

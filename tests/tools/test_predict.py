@@ -146,7 +146,7 @@ def test_two_ranks_write_the_same_as_one(run, own, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "status", "message"), [
-    (["none.png"], 3, "none.png: cannot be read: No such file or directory"),
+    (["none.png"], 3, "none.png: cannot be read: No such file or directory\n"),
     (["empty"], 3, "empty: holds no images"),
     (["broken.png"], 3, "not one of 1 images can be read"),
     (["--set", "data_loader=synthetic"], 2, "data_loader synthetic reads no images"),

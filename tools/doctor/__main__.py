@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.common import above_zero, check_writable, new_parser, path_argument, write_file
@@ -75,7 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(options: argparse.Namespace) -> int:
     """Compare the records of `--compare`; return the exit status."""
     records = [read_record(path) for path in options.compare]
-    findings = [finding for record in records for finding in record.findings if finding.level == "fail"]
+    found = [finding for record in records for finding in record.findings]
+    if len(records) == 1 and len({finding.node for finding in found if finding.where}) < 2:
+        raise ConfigError(f"--compare: {options.compare[0]} is the record of one node; name at least two records")
+    # each record's own comparison with its median is replaced by one with the median of all records
+    findings = [finding for finding in found if finding.level == "fail" and "of the median" not in finding.message]
     findings += compare_records(records, records, "the median")
     return report(options, records[0].model_copy(update={"findings": findings}), say=True)
 
@@ -84,7 +87,10 @@ def report(options: argparse.Namespace, record: Record, *, say: bool) -> int:
     """Print the report, write the names of failing nodes, return the exit status."""
     record.worst = worst_level(record.findings)
     if say:
-        print(record.model_dump_json(indent=1) if options.json else "\n".join(render(record.findings)))
+        lines = render(record.findings, name_nodes=options.compare is not None)
+        print(*lines, sep="\n", file=sys.stderr if options.json else sys.stdout)
+        if options.json:
+            print(record.model_dump_json(indent=1))
     if say and options.failing_nodes is not None:
         names = sorted({finding.node for finding in record.findings if finding.level == "fail" and finding.where})
         write_file(options.failing_nodes, f"{','.join(names)}\n".encode())
@@ -94,20 +100,15 @@ def report(options: argparse.Namespace, record: Record, *, say: bool) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = new_parser("doctor", __doc__)
     add_config_arguments(parser, config="default")
-    help_text = "where runs will write"
-    parser.add_argument("--run-dir", type=path_argument, default=Path("expts"), metavar="DIR", help=help_text)
+    parser.add_argument("--run-dir", type=path_argument, default="expts", metavar="DIR", help="where runs will write")
     parser.add_argument("--nodes", action="store_true", help="check every node of this Slurm allocation, with srun")
-    help_text = 'write the failing nodes\' names, for srun --exclude="$(cat FILE)"'
-    parser.add_argument("--failing-nodes", type=path_argument, metavar="FILE", help=help_text)
-    parser.add_argument("--json", action="store_true", help="print one JSON document, a record, instead of lines")
-    help_text = "check nothing; compare the figures in the records of several nodes"
-    parser.add_argument("--compare", nargs="+", type=path_argument, metavar="FILE", help=help_text)
-    help_text = "an earlier record of this machine; fail if a figure is now 15 %% slower"
-    parser.add_argument("--baseline", type=path_argument, metavar="FILE", help=help_text)
+    parser.add_argument("--failing-nodes", type=path_argument, metavar="FILE", help="write names for srun --exclude")
+    parser.add_argument("--json", action="store_true", help="print a record, one JSON document; the lines go to stderr")
+    parser.add_argument("--compare", nargs="+", type=path_argument, metavar="FILE", help="only compare several records")
+    parser.add_argument("--baseline", type=path_argument, metavar="FILE", help="fail if 15 %% slower than this record")
     help_text = "level of NVIDIA's dcgmi diag, if installed: 2 takes minutes, 1 seconds, 0: none (default: 2)"
     parser.add_argument("--dcgm", type=int, choices=(0, 1, 2), default=2, metavar="LEVEL", help=help_text)
-    help_text = "train for MINUTES; watch rate, results, heat and faults"
-    parser.add_argument("--burn-in", type=above_zero, metavar="MINUTES", help=help_text)
+    parser.add_argument("--burn-in", type=above_zero, metavar="MINUTES", help="train; watch rate, results and heat")
     return parser
 
 
@@ -129,8 +130,7 @@ def examine(options: argparse.Namespace, config: Config, world: "World") -> list
         raise ConfigError(f"--burn-in trains on one GPU of each process, {node} has {visible}; {remedy}")
     findings = []
     if world.local_rank == 0:
-        findings += machine.machine_checks(config, options.run_dir, ranks_here)
-        findings += hardware.hardware_checks()
+        findings += machine.machine_checks(config, options.run_dir, ranks_here) + hardware.hardware_checks()
         usable = max(visible, ranks_here) if visible else 0  # srun may show each rank only its own GPU
         findings.append(gpus.check_dcgm(options.dcgm, usable, len(hardware.find_gpus(hardware.PCI_DEVICES))))
     world.barrier()  # DCGM's tests need the GPUs for themselves

@@ -137,17 +137,17 @@ def _count_devices(record: Record) -> Counter[str]:
     return Counter(finding.node for finding in record.findings if finding.check == "limits")
 
 
-def render(findings: Sequence[Finding]) -> list[str]:
+def render(findings: Sequence[Finding], name_nodes: bool = False) -> list[str]:
     """Return a line for each finding, with the remedy below; equal findings of several places share one line."""
-    several = len({finding.node for finding in findings if finding.where}) > 1
+    name_nodes = name_nodes or len({finding.node for finding in findings if finding.where}) > 1
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for finding in findings:
-        place = finding.where if several else finding.where.partition(", ")[2]
+        place = finding.where.replace(",", "") if name_nodes else finding.where.partition(", ")[2]
         merged.setdefault((finding.check, finding.level, finding.message, finding.remedy), []).append(place)
     lines = []
     for (check, level, message, remedy), places in merged.items():
-        named = [place for place in places if place]
-        names = f"{len(named)} alike" if level == "ok" and len(named) > 1 else ", ".join(named)
+        named = list(dict.fromkeys(filter(None, places)))
+        names = f"{len(named)} alike" if level == "ok" and len(named) > 1 else "; ".join(named)
         lines.append(f"{level:4}  {check:14} {message}" + (f"  [{names}]" if names else ""))
         lines += [f"      {'':14} -> {remedy}"] if remedy and level != "ok" else []
     levels = ["not run" if text.startswith(NOT_RUN) else level for _, level, text, _ in merged]

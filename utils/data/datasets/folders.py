@@ -77,7 +77,7 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
         if path.is_file():
             found.append((str(path), -1))
             continue
-        folders, names = _entries(path)
+        folders, names = _entries(path, remedy="")
         if unknown := [name for name in map(printable, folders) if name not in labels]:
             named = f"{shorten(', '.join(unknown), 80)}{unicode_remark(unknown, class_names)}"
             classes = shorten(", ".join(labels), 160)
@@ -93,10 +93,10 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
     return ImageFiles(np.array([label for _, label in found], np.int64), size, centre_fraction, Path(), files)
 
 
-def _entries(folder: Path) -> tuple[list[str], list[str]]:
+def _entries(folder: Path, remedy: str = f"; {LAYOUT}") -> tuple[list[str], list[str]]:
     """Return the sorted names of the folders, except hidden ones, and of the images; `DataError` if there is no such
     folder, or it cannot be read."""
-    with name_file_in_error(folder, "cannot be read", f"; {LAYOUT}", DataError):
+    with name_file_in_error(folder, "cannot be read", remedy, DataError):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     folders = [entry.name for entry in entries if os.path.isdir(entry) and not entry.name.startswith(".")]
     images = [entry for entry in entries if entry.name.lower().endswith(EXTENSIONS) and not os.path.isdir(entry)]
