@@ -34,11 +34,9 @@ def test_an_interrupted_acceptance_continues_and_a_failed_step_is_named(tmp_path
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
         return done.returncode, ran.read_text().split(), done.stdout
 
-    (tmp_path / "ladder_seconds").write_text("600")
-    (tmp_path / "verdict").write_text('{"worst": "warn"}')
-    (tmp_path / "tests").write_text("= 3 passed, 1 skipped in 1 s =")
-    (tmp_path / "broken").touch()
-    ran.touch()
+    files = {"ladder_seconds": "600", "verdict": '{"worst": "warn"}', "tests": "= 3 passed in 1 s =", "broken": ""}
+    for name, content in (files | {"steps": ""}).items():
+        (tmp_path / name).write_text(content)
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         wait_until("ladder", 30, lambda: "ladder" in ran.read_text())
         process.send_signal(signal.SIGINT)
