@@ -1,7 +1,6 @@
 """deploy/gpu_acceptance.sh, with a fake python: what passed is not repeated, and a failure decides the exit status."""
 
 import os
-import re
 import signal
 import subprocess
 
@@ -53,4 +52,4 @@ def test_an_interrupted_acceptance_continues_and_a_failed_step_is_named(tmp_path
     (tmp_path / "tests").write_text("= 174 skipped in 1 s =")
     status, steps, printed = run()
     assert (status, steps) == (1, ["doctor", "doctor", "pytest", "record"])
-    assert re.search(r"tests: FAILED .*174 skipped", printed) and "out/ranks.json: fail data no data\n" in printed
+    assert all(text in printed for text in ("tests: FAILED", "174 skipped", "out/ranks.json: fail data no data\n"))

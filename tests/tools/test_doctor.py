@@ -133,8 +133,7 @@ PORTS = at("mlx5_0/ports/1", UP) | at("mlx5_1/ports/1", UP)
      "100 Gb/sec (1X NDR); 400 Gb/sec (4X NDR)"),
     ("infiniband", PORTS | {"mlx5_1/ports/1/state": "1: DOWN"}, "warn",
      "1 of 2 ports up; 400 Gb/sec (4X NDR); mlx5_1/1 is 1: DOWN"),
-    ("infiniband", PORTS | {f"mlx5_{number}/ports/1/state": "2: INIT" for number in (0, 1)}, "fail",
-     "0 of 2 ports up"),
+    ("infiniband", PORTS | {f"mlx5_{n}/ports/1/state": "2: INIT" for n in (0, 1)}, "fail", "0 of 2 ports up"),
 ])  # fmt: skip
 def test_what_the_kernel_counts(check, files, level, words, tmp_path):
     for name, content in files.items():
@@ -187,14 +186,12 @@ def mocked_nvml(links=(1, 1), corrected=0, uncorrected=0, **changes):
     )  # fmt: skip
 
 
-NOT_SUPPORTED = dict.fromkeys(
-    ("Temperature", "RemappedRows", "PowerManagementLimit", "CurrentClocksEventReasons"), NvmlError("Not Supported")
-)
+NOT_SUPPORTED = ("Temperature", "RemappedRows", "PowerManagementLimit", "CurrentClocksEventReasons")
 
 
 @pytest.mark.parametrize(("changes", "level", "words"), [
     ({}, "ok", "NVIDIA H200 0 (GPU-1), 31 °C"),
-    (NOT_SUPPORTED, "ok", "NVIDIA H200 0 (GPU-1), None °C"),
+    (dict.fromkeys(NOT_SUPPORTED, NvmlError("Not Supported")), "ok", "NVIDIA H200 0 (GPU-1), None °C"),
     ({"uncorrected": 2}, "fail", "2 uncorrected memory errors"),
     ({"corrected": 9}, "warn", "9 corrected memory errors"),
     ({"RemappedRows": (0, 1, 1, 0)}, "warn", "replaced at the next reset"),
@@ -336,11 +333,9 @@ def test_different_devices_or_versions_are_refused():
             compare_records(both, both, "the median")
 
 
-ONE, DAMAGED = '{"device": "H200", "software": {}}', '{"worst": "ok", "findings": 3}'
-
-
-@pytest.mark.parametrize(("option", "content"), [("--compare", ONE), ("--compare", DAMAGED), ("--baseline", None)])
-def test_a_missing_damaged_or_single_record_is_an_error_in_one_line(content, option, tmp_path, capsys):
+@pytest.mark.parametrize("content", ['{"device": "H200", "software": {}}', '{"worst": "ok", "findings": 3}', None])
+def test_a_missing_damaged_or_single_record_is_an_error_in_one_line(content, tmp_path, capsys):
+    option = "--baseline" if content is None else "--compare"
     if content is not None:
         (tmp_path / "a.json").write_text(content)
     assert doctor.main([option, str(tmp_path / "a.json")]) == 2
