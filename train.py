@@ -5,8 +5,9 @@
     sbatch submit_multinode.slr
 
 The loop is `Trainer.train` -> `train_one_epoch` -> `Verifier.train_step` (`verify_every_steps`) -> `Learner.train_step`
--> `Update` in utils/training/step.py. Each speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the
-other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
+-> `Update` in utils/training/step.py. Batches come from a `Loader`, which augments, through `TrainingBatches`;
+`Learner.train_step` sets the learning rate. Each speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`;
+the other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
 import os

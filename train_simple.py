@@ -49,7 +49,7 @@ class Trainer:
         self.model.train()
         loss_sum, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
         for images, labels in self.on_device(batches):
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad(set_to_none=False)  # True is a switch of train.py: enable_extra_opts
             outputs = self.model(images)  # [N, 3, 32, 32] -> [N, 100]
             loss = self.criterion(outputs, labels)
             loss.backward()

@@ -5,11 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.ladder import draw_bars
 from tools.common import COLOURS, new_figure, save
 
 FIGURES = Path(__file__).resolve().parent
 RESULTS = FIGURES.parents[1] / "results"
+LADDERS = {  # {device: folder of results}
+    "two CPU cores (Zen 5), batch 128": "2026-11-28-step-zen5",
+    "one H100, batch 256": "2026-11-27-h100",
+}
 RESNET50_RUNS = {  # {device and recipe: folder of results}
     "two CPU cores, 16 epochs": "2026-11-25-resnet50-cpu",
     "two CPU cores, 18 epochs": "2026-11-25-resnet50-cpu-18-epochs",
@@ -18,11 +21,29 @@ Curve = Sequence[tuple[float, float]]  # (epoch or minutes, accuracy in %)
 
 
 def draw_ladder(path: Path) -> None:
-    """Images/s of ResNet50 on two cores; each block adds one switch to the block above."""
-    rungs = json.loads((RESULTS / "2026-11-21-two-cores/ladder-batch64.json").read_text("utf-8"))["results"]["rungs"]
-    full = {name: sample["full"] for name, sample in rungs.items()}
-    figure, axes = new_figure(size=(8, 4.2))
-    draw_bars(axes, full, "ResNet50 on two cores of an AMD EPYC (Zen 5)")
+    """Speed of ResNet50's training step, without loading, relative to `bs256` of the same device; each block adds
+    switches to the block above."""
+    figure, axes = new_figure(size=(8.4, 4.2))
+    height, names = 0.8 / len(LADDERS), list[str]()
+    for number, (device, folder) in enumerate(reversed(LADDERS.items())):
+        rungs = json.loads((RESULTS / folder / "ladder.json").read_text("utf-8"))["results"]["rungs"]
+        samples = {name.partition("+")[0]: rung["compute"] for name, rung in rungs.items()}
+        names = names or list(samples)  # those of the last device, which has a rung more
+        first = samples["bs256"]["median"]
+        places = [names.index(name) + (0.5 - number) * height for name in samples]
+        medians = [sample["median"] for sample in samples.values()]
+        speeds = [median / first for median in medians]
+        ends = [[sample[end] / first for sample in samples.values()] for end in ("min", "max")]
+        spread = [[abs(end - speed) for end, speed in zip(side, speeds, strict=True)] for side in ends]
+        bars = axes.barh(places, speeds, height, xerr=spread, color=COLOURS[number], capsize=2, label=device)
+        rates = [f"{median / first:.1f}x, {median:,.0f} images/s" for median in medians]
+        axes.bar_label(bars, rates, padding=4, fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="upper right")
+    axes.set(xlabel="speed relative to bs256 (float32)", title="ResNet50's training step", xlim=(0, 10))
     save(figure, path)
 
 
@@ -111,7 +132,7 @@ def draw_curves(axes: Any, curves: Mapping[str, Curve], gap: float = 4.5, labels
 
 
 if __name__ == "__main__":
-    draw_ladder(FIGURES / "ladder_two_cores.png")
+    draw_ladder(FIGURES / "ladder.png")
     draw_features(FIGURES / "cifar100_cpu.png")
     draw_published(FIGURES / "sc20_accuracy.png")
     draw_resnet50(FIGURES / "resnet50_two_cores.png")

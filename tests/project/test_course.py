@@ -20,7 +20,7 @@ USED = ("train.py", "config", "models", "utils", "tools", "tests", "results")  #
 
 # Text in the output of each chapter's smallest variant that shows its point
 SHOWS = {
-    0: "finished", 1: "Finished: best acc1", 2: "aten::convolution_backward", 3: "layout transposes",
+    0: "│ validation", 1: "memory estimate", 2: "aten::convolution_backward", 3: "layout transposes",
     4: "layout transposes", 5: "optimizer.step", 6: "bs256-amp-nhwc-extra-opts",
     7: "2 rank(s) x 4 accumulated x 128 images", 8: "1 rank(s) x 16 accumulated x 128 images",
     9: "Finished: best acc1", 10: "JUWELS Booster", 11: "verdict: EQUAL", 12: "Rank 1 on ", 13: "exit status 5",

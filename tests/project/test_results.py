@@ -19,7 +19,7 @@ ACCURACY = re.compile(r"\[(?P<percent>\d+\.(?P<decimals>\d+)) % after (?P<second
 PUBLISHED = "the tutorial's own run, bs128-opt"
 RATIOS = {  # {claim: (faster, slower ones), keys of the report}
     "fastest relative to timm, Lightning and plain PyTorch": ("this project", ("timm", "lightning", "plain PyTorch")),
-    "fastest of 21 November relative to bs128 in float32": ("fastest", ("bs128",)),
+    "fastest relative to bs256 in float32": ("fastest", ("bs256",)),
 }
 
 
@@ -109,12 +109,12 @@ def test_every_picture_has_a_function_that_draws_it(tmp_path):
     pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[plot]"')
     figures = ROOT / "docs/figures"
     measured = runpy.run_path(str(figures / "measured.py"))
-    measured["draw_ladder"](tmp_path / "ladder_two_cores.png")
+    measured["draw_ladder"](tmp_path / "ladder.png")
     measured["draw_features"](tmp_path / "cifar100_cpu.png")
     measured["draw_published"](tmp_path / "sc20_accuracy.png")
     measured["draw_resnet50"](tmp_path / "resnet50_two_cores.png")
     runpy.run_path(str(figures / "killed_and_resumed.py"))["draw"](tmp_path / "killed_and_resumed.png")
-    drawn = {path.name for path in tmp_path.iterdir()} | {"report.png"}  # a screenshot
+    drawn = {path.name for path in tmp_path.iterdir()} | {"report.png", "tensorboard.png"}  # screenshots
     # timelines are drawn from the traces of profiled runs, which are not stored
     pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md"))
     timelines = set(re.findall(r"figures/(timeline_\w+\.png)", pages))

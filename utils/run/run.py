@@ -78,7 +78,7 @@ class Run:
         if not self.best["epoch"]:
             best = f"the best weights are lost, the last ones are of epoch {self.epoch}"
         if finished_before:
-            return f"Already finished: {best}; --resume never trains it again"
+            return f"Already finished: {best}; to train it again add --resume never"
         speed = self.clock.run.images_per_sec
         per_image = f" ({1 / speed:.3g} seconds per image)" if speed else ""
         return f"Finished: {best}, {self.seconds:.1f} s, {speed:.1f} images/s{per_image}"

@@ -75,7 +75,7 @@ class Update:
         with self.profiler.range("forward/loss/backward"):
             micro_batches = list(zip(images.chunk(self.accumulation), labels.chunk(self.accumulation), strict=True))
             if self.statistics is not None:
-                self.statistics.start()
+                self.statistics.start()  # of BatchNorm, over several micro-batches
             for number, (micro_images, micro_labels) in enumerate(micro_batches, start=1):
                 last = number == len(micro_batches)
                 with self._reduce_gradients(last), self._time_compilation(micro_images.shape):
@@ -87,14 +87,14 @@ class Update:
                 self.sums.add(loss.detach(), outputs.detach(), micro_labels)
 
         with self.profiler.range("optimizer.step"):
-            self.weights.move_gradients_to_masters()
+            self.weights.move_gradients_to_masters()  # AMP: O2 only, else nothing
             if self.config.clip_grad_norm is not None:
                 self.loss_scaler.unscale_(self.optimizer)  # clip by the norm of the unscaled gradient
                 nn.utils.clip_grad_norm_(self.weights.parameters(), self.config.clip_grad_norm)
-            # AMP: unscales the gradients, and skips the step if they overflowed
+            # optimizer.step(); AMP: with unscaled gradients, skipped if they overflowed
             self.loss_scaler.step(self.optimizer)
             self.loss_scaler.update()
-            self.weights.copy_masters_to_model()
+            self.weights.copy_masters_to_model()  # AMP: O2 only, else nothing
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss, float32 logits [N, classes])."""
