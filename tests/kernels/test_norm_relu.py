@@ -240,9 +240,9 @@ def test_auto_fuses_eager_steps_over_nhwc_on_a_cpu(tiny, monkeypatch):
         return "fuse_norm_relu" in plan_on(tiny(**ON | {"fuse_norm_relu": "auto"} | changes), device).kernels
 
     assert fuses() and not fuses(fuse_norm_relu=False) and not fuses("cuda")
-    assert not fuses(enable_nhwc=False) and not fuses(enable_compile=True) and not fuses(enable_sync_bn=True)
+    assert not fuses(enable_nhwc=False) and not fuses(enable_compile=True)
     monkeypatch.setattr("utils.training.plan.missing_compiler", lambda gpu: "")
-    with pytest.raises(ConfigError, match="enable_compile auto compiles here"):
+    with pytest.raises(ConfigError, match='enable_compile "auto" compiles here'):
         fuses("cuda", fuse_norm_relu=True, enable_compile="auto")
 
 
