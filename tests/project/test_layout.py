@@ -153,15 +153,15 @@ def test_every_name_in_tools_is_a_command_and_other_packages_have_at_most_twelve
 
 
 # Lines at most, a promise: new code pays with deleted code (CONTRIBUTING.md). Lower a number when code has gone.
-SIZES = {"product": 15_000, "tests": 17_350, "docs": 2_000}
+SIZES = {"product": 14_600, "tests": 16_480, "docs": 2_000}
 PACKAGES_OF_THE_PRODUCT = {
     "models": 300,
     "tools/bench": 1_160,
     "tools/doctor": 880,
     "tools": 4_160,
-    "utils/config": 490,
+    "utils/config": 480,
     "utils/data": 2_100,
-    "utils/distributed": 885,
+    "utils/distributed": 875,
     "utils/run": 1_710,
     "utils/kernels": 1_300,
     "utils/training": 2_015,
