@@ -28,7 +28,7 @@ def draw_ladder(path: Path) -> None:
     for number, (device, folder) in enumerate(reversed(LADDERS.items())):
         rungs = json.loads((RESULTS / folder / "ladder.json").read_text("utf-8"))["results"]["rungs"]
         samples = {name.partition("+")[0]: rung["compute"] for name, rung in rungs.items()}
-        names = names or list(samples)  # those of the last device, which has a rung more
+        names = names or list(samples)  # the H100 comes first here and has one rung more
         first = samples["bs256"]["median"]
         places = [names.index(name) + (0.5 - number) * height for name in samples]
         medians = [sample["median"] for sample in samples.values()]

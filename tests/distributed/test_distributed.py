@@ -316,7 +316,7 @@ def test_a_micro_batch_is_no_larger_than_the_ranks_share():
 
 
 def test_dataparallel_has_settings_of_several_gpus_only():
-    """What it refuses: test_contradictory_settings_are_refused."""
+    """test_contradictory_settings_are_refused has the settings that dataparallel refuses."""
     for allowed in ({"enable_amp": True}, {"opt_level": "O1"}, {"amp_dtype": "bf16", "opt_level": "O2"}):
         configuration(parallel="dataparallel", **allowed)
     automatic = {"enable_cuda_graphs": "auto", "enable_compile": "auto", "enable_extra_opts": True}

@@ -100,7 +100,7 @@ def test_torch_and_driver_must_match(monkeypatch, tmp_path):
 
 
 def test_memory_for_each_rank(tmp_path, monkeypatch):
-    """Of the machine, or of the container."""
+    """The check takes the smaller of the machine's memory and the container's limit."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   16000000 kB\n")
     assert [machine.check_memory(tmp_path, ranks).level for ranks in (1, 16)] == ["ok", "warn"]

@@ -70,7 +70,7 @@ def test_the_tutorials_warmup_rises_per_epoch(name):
 
 
 def test_training_follows_the_schedule(tiny, one_rank, tmp_path):
-    """Its warm-up per epoch; the plateau then observes the validation losses."""
+    """Training warms up per epoch; then the plateau observes the validation losses."""
     changes = {"lr": 0.4, "lr_warmup_epochs": 2, "lr_warmup_by": "epoch", "lr_schedule": "plateau"}
     schedule = run(tiny(**changes, max_epochs=3, log_freq=1), one_rank, tmp_path).learner.schedule
     rates = {kind: [row["learning_rate"] for row in read_records(tmp_path, kind)] for kind in ("step", "epoch")}

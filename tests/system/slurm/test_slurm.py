@@ -121,7 +121,7 @@ def reports(status):
 
 
 def kept(why, words=""):
-    """What a job says that the script does not requeue."""
+    """Return the message of a job that the script does not requeue."""
     says = f"this script does not requeue the job ({why}); if Slurm does not either,\n"
     return f"{says}to resume: sbatch SCRIPT{words}\n"
 
