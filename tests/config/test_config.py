@@ -100,20 +100,17 @@ def test_the_recipes_of_published_results_are_unchanged(place):
     assert tuple(getattr(config, key) for key in keys) == RECIPES[place]
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("weight_decay", "5e-4", 0.0005),  # a string to YAML 1.1 parsers
-        ("lr", "1", 1.0),
-        ("batch_size", "0x100", 256),
-        ("enable_amp", "True", True),
-        ("enable_amp", "auto", "auto"),
-        ("pretrained", "null", None),
-        ("data_path", "on", "on"),  # True to YAML 1.1 parsers
-        ("data_path", "12:30", "12:30"),  # 750 to YAML 1.1 parsers
-        ("data_path", "'/data/set #2'", "/data/set #2"),
-    ],
-)
+@pytest.mark.parametrize(("key", "text", "value"), [
+    ("weight_decay", "5e-4", 0.0005),  # a string to YAML 1.1 parsers
+    ("lr", "1", 1.0),
+    ("batch_size", "0x100", 256),
+    ("enable_amp", "True", True),
+    ("enable_amp", "auto", "auto"),
+    ("pretrained", "null", None),
+    ("data_path", "on", "on"),  # True to YAML 1.1 parsers
+    ("data_path", "12:30", "12:30"),  # 750 to YAML 1.1 parsers
+    ("data_path", "'/data/set #2'", "/data/set #2"),
+])  # fmt: skip
 def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(key, text, value, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(f"x:\n  {key}: {text}\n", encoding="utf-8")
@@ -123,9 +120,8 @@ def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(key, text, value,
     assert type(from_file) is type(from_override) is type(value)
 
 
-@pytest.mark.parametrize(
-    "text", ["é", "😀", 'a "b" \\c', "/data/set #2", "a\x7f\x85\u2028b", "2024", "1e5", "null", "*a: [b"]
-)
+@pytest.mark.parametrize("text", ["é", "😀", 'a "b" \\c', "/data/set #2", "a\x7f\x85\u2028b", "2024", "1e5", "null",
+    "*a: [b"])  # fmt: skip
 def test_any_text_survives_being_printed_and_is_taken_literally_on_the_command_line(text, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(f"x:\n  data_path: {as_yaml(text)}\n", encoding="utf-8")

@@ -310,13 +310,10 @@ def use_up_the_files(dataset, index):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("action", "message"),
-    [
-        (kill_the_worker, r"error: a loader worker was killed, as the kernel does"),
-        (use_up_the_files, r"error: too many open files: .* \(ulimit -n 65536\).*\n$"),
-    ],
-)
+@pytest.mark.parametrize(("action", "message"), [
+    (kill_the_worker, r"error: a loader worker was killed, as the kernel does"),
+    (use_up_the_files, r"error: too many open files: .* \(ulimit -n 65536\).*\n$"),
+])  # fmt: skip
 def test_a_worker_that_ends_ends_the_run_in_a_line(tiny, tmp_path, monkeypatch, capfd, action, message):
     monkeypatch.setattr(AugmentedImages, "__getitem__", action)
     config = tiny(data_loader="torchvision", num_data_workers=1)

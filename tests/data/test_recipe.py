@@ -154,32 +154,29 @@ PARALLEL = {"parallel": "dataparallel"}
 BF16 = PARALLEL | {"amp_dtype": "bf16"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optimizer": "timm:lamb", "enable_cuda_graphs": "auto"}, "auto is for sgd, adamw and muon; optimizer timm"),
-        ({"optimizer": "adamw", "nesterov": True}, "nesterov is true, which optimizer adamw does not have"),
-        ({"optimizer": "muon", "enable_extra_opts": ["fused_optimizer"]}, "which optimizer muon does not have"),
-        ({"progressive_image_sizes": ((16, 0.5), (24, 0.2))}, "pairs with rising fractions"),
-        ({"optimizer": "adamw", "enable_cuda_graphs": "auto"}, "without it PyTorch's adamw reads the learning rate"),
-        ({"enable_cuda_graphs": True}, "enable_cuda_graphs true needs enable_extra_opts true"),
-        ({"fuse_norm_relu": True}, "fuse_norm_relu.* reads NHWC memory; it needs enable_nhwc true"),
-        ({"fuse_norm_relu": True} | EAGER, "fuse_norm_relu.* is for eager steps; set it or enable_compile to false"),
-        ({"cpu_kernels": ["winograd"]}, "winograd.* reads NHWC memory; it needs enable_nhwc true"),
-        ({"cpu_kernels": ["keep_memory", "weight_products"]} | EAGER, "weight_products.* is for eager steps"),
-        ({"fuse_norm_relu": True, "enable_nhwc": True, "enable_sync_bn": True}, "no BatchNorm over all ranks"),
-        ({"model": "alexnet"}, "stem 7x7 is not for model alexnet; expected imagenet"),
-        ({"dataset": "cifar10", "data_loader": "synthetic", "holdout_images": 10}, "synthetic reads no images"),
-        ({"ema_decay": 0.9, "opt_level": "O2"}, "ema_decay needs float32 weights"),
-        ({"lr_schedule": "plateau", "validate_every_epochs": 2}, "plateau follows the validation loss of every epoch"),
-        (PARALLEL | {"enable_cuda_graphs": True, "enable_extra_opts": True}, "enable_cuda_graphs is set, but"),
-        (PARALLEL | {"enable_compile": True}, "enable_compile is set, .*, which cannot; use parallel ddp"),
-        (PARALLEL | {"fuse_norm_relu": True, "enable_nhwc": True}, "fuse_norm_relu is set"),
-        (PARALLEL | {"verify_every_steps": 10}, "verify_every_steps is set"),
-        (BF16 | {"enable_amp": True}, "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"),
-        (BF16 | {"opt_level": "O1"}, "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"optimizer": "timm:lamb", "enable_cuda_graphs": "auto"}, "auto is for sgd, adamw and muon; optimizer timm"),
+    ({"optimizer": "adamw", "nesterov": True}, "nesterov is true, which optimizer adamw does not have"),
+    ({"optimizer": "muon", "enable_extra_opts": ["fused_optimizer"]}, "which optimizer muon does not have"),
+    ({"progressive_image_sizes": ((16, 0.5), (24, 0.2))}, "pairs with rising fractions"),
+    ({"optimizer": "adamw", "enable_cuda_graphs": "auto"}, "without it PyTorch's adamw reads the learning rate"),
+    ({"enable_cuda_graphs": True}, "enable_cuda_graphs true needs enable_extra_opts true"),
+    ({"fuse_norm_relu": True}, "fuse_norm_relu.* reads NHWC memory; it needs enable_nhwc true"),
+    ({"fuse_norm_relu": True} | EAGER, "fuse_norm_relu.* is for eager steps; set it or enable_compile to false"),
+    ({"cpu_kernels": ["winograd"]}, "winograd.* reads NHWC memory; it needs enable_nhwc true"),
+    ({"cpu_kernels": ["keep_memory", "weight_products"]} | EAGER, "weight_products.* is for eager steps"),
+    ({"fuse_norm_relu": True, "enable_nhwc": True, "enable_sync_bn": True}, "no BatchNorm over all ranks"),
+    ({"model": "alexnet"}, "stem 7x7 is not for model alexnet; expected imagenet"),
+    ({"dataset": "cifar10", "data_loader": "synthetic", "holdout_images": 10}, "synthetic reads no images"),
+    ({"ema_decay": 0.9, "opt_level": "O2"}, "ema_decay needs float32 weights"),
+    ({"lr_schedule": "plateau", "validate_every_epochs": 2}, "plateau follows the validation loss of every epoch"),
+    (PARALLEL | {"enable_cuda_graphs": True, "enable_extra_opts": True}, "enable_cuda_graphs is set, but"),
+    (PARALLEL | {"enable_compile": True}, "enable_compile is set, .*, which cannot; use parallel ddp"),
+    (PARALLEL | {"fuse_norm_relu": True, "enable_nhwc": True}, "fuse_norm_relu is set"),
+    (PARALLEL | {"verify_every_steps": 10}, "verify_every_steps is set"),
+    (BF16 | {"enable_amp": True}, "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"),
+    (BF16 | {"opt_level": "O1"}, "amp_dtype bf16 with autocast needs parallel ddp or opt_level O2"),
+])  # fmt: skip
 def test_contradictory_settings_are_refused(tiny, changes, message):
     with pytest.raises(ValueError, match=message):
         Config(**tiny().model_dump() | changes)

@@ -48,41 +48,35 @@ STEP = Launch(5, 6, 1, 2, "gpu03", 24343, "1001.2")
 OTHER_STEP = Launch(5, 6, 1, 2, "gpu9", 24343, "1001.2")
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, Launch()),
-        (TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
-        (SRUN, STEP),
-        (SRUN | {"SLURM_STEP_NODELIST": "gpu9"}, OTHER_STEP),  # a part of the job
-        (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")),
-        (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
-        (PALS, Launch(1, 2, 1, 2, "127.0.0.1", find_launch(PALS).port, "7.pbs")),
-        (SRUN | PALS, STEP),
-        (SRUN | TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
-        # mpirun over two nodes of a Slurm job, which starts the remote ranks with srun
-        (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Launch(1, 2, 1, 1, "gpu03", 22358, "95158273")),
-        (SRUN | {"MASTER_ADDR": "fast-gpu03", "MASTER_PORT": "99"}, Launch(5, 6, 1, 2, "fast-gpu03", 99, "1001.2")),
-        # a batch script and an interactive shell have SLURM_NTASKS and SLURM_PROCID, but are no step of so many tasks
-        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Launch()),
-    ],
-)
+@pytest.mark.parametrize(("environment", "expected"), [
+    ({}, Launch()),
+    (TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
+    (SRUN, STEP),
+    (SRUN | {"SLURM_STEP_NODELIST": "gpu9"}, OTHER_STEP),  # a part of the job
+    (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")),
+    (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
+    (PALS, Launch(1, 2, 1, 2, "127.0.0.1", find_launch(PALS).port, "7.pbs")),
+    (SRUN | PALS, STEP),
+    (SRUN | TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
+    # mpirun over two nodes of a Slurm job, which starts the remote ranks with srun
+    (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Launch(1, 2, 1, 1, "gpu03", 22358, "95158273")),
+    (SRUN | {"MASTER_ADDR": "fast-gpu03", "MASTER_PORT": "99"}, Launch(5, 6, 1, 2, "fast-gpu03", 99, "1001.2")),
+    # a batch script and an interactive shell have SLURM_NTASKS and SLURM_PROCID, but are no step of so many tasks
+    ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Launch()),
+])  # fmt: skip
 def test_place_under_each_launcher(environment, expected):
     assert find_launch(environment) == expected
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK is not set"),
-        (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; ranks count from 0"),
-        (TORCHRUN | {"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'; expected a whole number"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; allowed: 1 to 65535"),
-        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "set it to the host of rank 0"),
-        (MPICH | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
-    ],
-)
+@pytest.mark.parametrize(("environment", "message"), [
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK is not set"),
+    (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; ranks count from 0"),
+    (TORCHRUN | {"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'; expected a whole number"),
+    (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; allowed: 1 to 65535"),
+    (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+    (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "set it to the host of rank 0"),
+    (MPICH | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
+])  # fmt: skip
 def test_invalid_variables_are_named(environment, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         find_launch(environment)

@@ -25,16 +25,13 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.mark.parametrize(
-    ("steps", "slow"),
-    [
-        ([1.0, 1.0, 1.02, 1.1], {}),
-        ([1.0, 1.0, 1.3, 1.0], {2: 1.3}),
-        ([1.0, 1.2], {1: 1.2}),  # of two ranks one is held to the other
-        ([1.0], {}),
-        ([0.0, 0.0], {}),  # nothing was timed
-    ],
-)
+@pytest.mark.parametrize(("steps", "slow"), [
+    ([1.0, 1.0, 1.02, 1.1], {}),
+    ([1.0, 1.0, 1.3, 1.0], {2: 1.3}),
+    ([1.0, 1.2], {1: 1.2}),  # of two ranks one is held to the other
+    ([1.0], {}),
+    ([0.0, 0.0], {}),  # nothing was timed
+])  # fmt: skip
 def test_a_rank_is_slow_by_the_median_of_the_others(steps, slow):
     assert slow_ranks(steps) == pytest.approx(slow)
 

@@ -8,22 +8,19 @@ from torch import nn
 from models import build_model
 
 
-@pytest.mark.parametrize(
-    ("model", "stem", "num_classes", "parameters"),
-    [
-        ("resnet50", "7x7", 100, 23_712_932),  # as in the tutorial
-        ("resnet18", "3x3", 10, 11_173_962),  # as in the widely used pytorch-cifar
-        ("resnet20", "7x7", 10, 272_474),  # 0.27 M in table 6 of He et al., with projection shortcuts
-        ("resnet56", "7x7", 10, 855_770),  # 0.85 M there
-        ("resnet9", "7x7", 10, 6_573_130),  # Page's, with a bias in the last layer
-        ("airbench", "7x7", 10, 2_495_658),  # its convolutions, 2 per channel of BatchNorm, a last layer of 384 x 10
-        ("airbench96", "7x7", 10, 4_118_698),  # counted in the same way
-        ("vgg16", "7x7", 10, 14_719_818),  # torchvision's convolutions and one linear layer
-        ("vgg16_bn", "7x7", 10, 14_728_266),  # as in pytorch-cifar
-        ("resnet50", "imagenet", 1000, 25_557_032),  # these and the following: torchvision's documentation
-        ("alexnet", "imagenet", 1000, 61_100_840),
-    ],
-)
+@pytest.mark.parametrize(("model", "stem", "num_classes", "parameters"), [
+    ("resnet50", "7x7", 100, 23_712_932),  # as in the tutorial
+    ("resnet18", "3x3", 10, 11_173_962),  # as in the widely used pytorch-cifar
+    ("resnet20", "7x7", 10, 272_474),  # 0.27 M in table 6 of He et al., with projection shortcuts
+    ("resnet56", "7x7", 10, 855_770),  # 0.85 M there
+    ("resnet9", "7x7", 10, 6_573_130),  # Page's, with a bias in the last layer
+    ("airbench", "7x7", 10, 2_495_658),  # its convolutions, 2 per channel of BatchNorm, a last layer of 384 x 10
+    ("airbench96", "7x7", 10, 4_118_698),  # counted in the same way
+    ("vgg16", "7x7", 10, 14_719_818),  # torchvision's convolutions and one linear layer
+    ("vgg16_bn", "7x7", 10, 14_728_266),  # as in pytorch-cifar
+    ("resnet50", "imagenet", 1000, 25_557_032),  # these and the following: torchvision's documentation
+    ("alexnet", "imagenet", 1000, 61_100_840),
+])  # fmt: skip
 def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
     width = 4 if model in ("resnet9", "airbench", "airbench96") else 1
     with torch.device("meta"):

@@ -123,14 +123,11 @@ class _Bomb:
         return (Path.touch, (Path("sprung"),))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"format": checkpoint.FORMAT + 1}, "is not a checkpoint of this version"),  # and no older one is used instead
-        ({"best": "the best"}, "is not a checkpoint of this version"),
-        ({"average": _Bomb()}, "is no file of torch.save with only tensors and plain values"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"format": checkpoint.FORMAT + 1}, "is not a checkpoint of this version"),  # and no older one is used instead
+    ({"best": "the best"}, "is not a checkpoint of this version"),
+    ({"average": _Bomb()}, "is no file of torch.save with only tensors and plain values"),
+])  # fmt: skip
 def test_another_versions_or_programs_file_is_refused(saved, state, monkeypatch, change, message):
     """With the right digest. The pickle would run code."""
     monkeypatch.chdir(saved)

@@ -70,13 +70,10 @@ def test_flops_are_counted_of_a_parameter_with_two_names():
     assert flops_per_image(torch.nn.Sequential(torch.nn.Flatten(), layer), (1, 2, 2)) == 4 * 2 * 4 * 4 / 2
 
 
-@pytest.mark.parametrize(
-    ("device", "number_format", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "fp16", 756), ("NVIDIA L40", "bf16", None),
-        ("Tesla T4", "fp16", 65), ("AMD EPYC x 2", "float32", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("device", "number_format", "peak"), [
+    ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "fp16", 756), ("NVIDIA L40", "bf16", None),
+    ("Tesla T4", "fp16", 65), ("AMD EPYC x 2", "float32", None),
+])  # fmt: skip
 def test_published_peaks(device, number_format, peak):
     assert published_peak(device, number_format) == peak
 

@@ -39,16 +39,13 @@ def training(folder, **settings):
     return [sys.executable, "train.py", "--config=default", f"--run-dir={folder}", *as_options(TINY | settings)]
 
 
-@pytest.mark.parametrize(
-    ("line", "status", "message"),
-    [
-        ("raise DataError('x: is damaged')", 3, "error: x: is damaged\n"),
-        ("raise KeyboardInterrupt", 130, "interrupted\n"),
-        ("raise PermissionError(13, 'No', 'a/run')", 1, "error: a/run: No; give a path that you may use\n"),
-        ("raise BrokenPipeError('a peer')", 1, "BrokenPipeError: a peer\n"),  # a bug: it is not the output's
-        ("raise PermissionError('a signal')", 1, "PermissionError: a signal\n"),
-    ],
-)
+@pytest.mark.parametrize(("line", "status", "message"), [
+    ("raise DataError('x: is damaged')", 3, "error: x: is damaged\n"),
+    ("raise KeyboardInterrupt", 130, "interrupted\n"),
+    ("raise PermissionError(13, 'No', 'a/run')", 1, "error: a/run: No; give a path that you may use\n"),
+    ("raise BrokenPipeError('a peer')", 1, "BrokenPipeError: a peer\n"),  # a bug: it is not the output's
+    ("raise PermissionError('a signal')", 1, "PermissionError: a signal\n"),
+])  # fmt: skip
 def test_a_command_ends_with_a_line_and_a_status(line, status, message):
     process = ended(command(line))
     assert process.returncode == status and process.stderr.endswith(message)

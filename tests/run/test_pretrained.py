@@ -87,18 +87,14 @@ def test_torchvisions_file_gives_all_but_the_head(tiny, one_rank, tmp_path):
     assert note.endswith("; fc.weight, fc.bias newly initialised, for 10 classes instead of 1000")
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda good: {name: value for name, value in good.items() if not name.startswith("layer3")},
-         r"does not fit this network: 'layer3.0.conv1.weight' missing -> float32 .* and \d+ more\nchoose the net"),
-        (lambda good: good | {"fc.weight": torch.ones(7, 64), "fc.bias": torch.ones(7), "bn1.bias": torch.ones(7)},
-         r"'bn1.bias' float32 \[7\] -> float32 \[16\], 'fc.weight' float32 \[7, 64\] -> "),
-        (lambda good: Path("/"), "is no file of torch.save with only tensors and plain values"),  # it would run code
-        (None, "cannot be read: No such file or directory"),
-    ],
-    ids=["missing", "head and more", "code", "nowhere"],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda good: {name: value for name, value in good.items() if not name.startswith("layer3")},
+     r"does not fit this network: 'layer3.0.conv1.weight' missing -> float32 .* and \d+ more\nchoose the net"),
+    (lambda good: good | {"fc.weight": torch.ones(7, 64), "fc.bias": torch.ones(7), "bn1.bias": torch.ones(7)},
+     r"'bn1.bias' float32 \[7\] -> float32 \[16\], 'fc.weight' float32 \[7, 64\] -> "),
+    (lambda good: Path("/"), "is no file of torch.save with only tensors and plain values"),  # it would run code
+    (None, "cannot be read: No such file or directory"),
+], ids=["missing", "head and more", "code", "nowhere"])  # fmt: skip
 def test_a_file_that_does_not_fit_is_refused_with_the_differences(tiny, one_rank, tmp_path, other, make, message):
     """In at most two lines, and an earlier run is not moved."""
     path = tmp_path / "weights.pth"

@@ -23,14 +23,11 @@ def factors(steps_per_epoch=1, **keys):
 FOUR = {"lr_schedule": "linear", "lr_warmup_epochs": 16, "max_epochs": 4}
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"lr_schedule": "constant", "lr_warmup_epochs": 2, "max_epochs": 3}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
-        (FOUR, [step / 32 for step in range(1, 9)]),  # the run ends within the warm-up
-        ({"lr_schedule": (1, 2), "max_epochs": 3}, [1, 1, 0.2, 0.2, 0.04, 0.04]),
-    ],
-)
+@pytest.mark.parametrize(("keys", "expected"), [
+    ({"lr_schedule": "constant", "lr_warmup_epochs": 2, "max_epochs": 3}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+    (FOUR, [step / 32 for step in range(1, 9)]),  # the run ends within the warm-up
+    ({"lr_schedule": (1, 2), "max_epochs": 3}, [1, 1, 0.2, 0.2, 0.04, 0.04]),
+])  # fmt: skip
 def test_factors_of_each_step_with_two_steps_per_epoch(keys, expected):
     assert factors(2, **keys) == pytest.approx(expected)
 
@@ -84,18 +81,15 @@ def test_training_follows_the_schedule(tiny, one_rank, tmp_path):
 SCHEDULERS = torch.optim.lr_scheduler
 
 
-@pytest.mark.parametrize(
-    ("keys", "theirs", "options"),
-    [
-        ({"lr_schedule": "cosine", "lr_warmup_epochs": 10}, SCHEDULERS.CosineAnnealingLR, {"T_max": 50}),
-        ({"lr_schedule": "linear"}, SCHEDULERS.LinearLR, {"start_factor": 1, "end_factor": 0, "total_iters": 50}),
-        *(
-            ({"lr_schedule": "onecycle", "lr_warmup_epochs": rise, "max_epochs": total}, SCHEDULERS.OneCycleLR,
-             {"max_lr": 1.0, "total_steps": total, "pct_start": rise / total, "cycle_momentum": False})
-            for rise, total in ((10, 40), (2, 5), (7, 9))
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keys", "theirs", "options"), [
+    ({"lr_schedule": "cosine", "lr_warmup_epochs": 10}, SCHEDULERS.CosineAnnealingLR, {"T_max": 50}),
+    ({"lr_schedule": "linear"}, SCHEDULERS.LinearLR, {"start_factor": 1, "end_factor": 0, "total_iters": 50}),
+    *(
+        ({"lr_schedule": "onecycle", "lr_warmup_epochs": rise, "max_epochs": total}, SCHEDULERS.OneCycleLR,
+         {"max_lr": 1.0, "total_steps": total, "pct_start": rise / total, "cycle_momentum": False})
+        for rise, total in ((10, 40), (2, 5), (7, 9))
+    ),
+])  # fmt: skip
 def test_schedules_equal_pytorchs(keys, theirs, options):
     """With one step per epoch; PyTorch's schedules have no warm-up."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0, momentum=0.9)

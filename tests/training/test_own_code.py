@@ -140,14 +140,11 @@ def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, cod
     assert list(environment["own_code"]) == [str(code / "same.py")]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"enable_extra_opts": ["fused_optimizer"], "clip_grad_norm": 1.0, "micro_batch_size": 16},
-        {"opt_level": "O2", "optimizer": "adamw"},
-        {"optimizer": "muon", "ema_decay": 0.5},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {"enable_extra_opts": ["fused_optimizer"], "clip_grad_norm": 1.0, "micro_batch_size": 16},
+    {"opt_level": "O2", "optimizer": "adamw"},
+    {"optimizer": "muon", "ema_decay": 0.5},
+])  # fmt: skip
 def test_frozen_layers_do_not_change(tiny, one_rank, tmp_path, changes):
     trainer = Trainer(tiny(model="of_mine:frozen", max_epochs=1, **changes), one_rank, tmp_path)
     before = {name: weight.clone() for name, weight in trainer.learner.weights.state_dict().items()}

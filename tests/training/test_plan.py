@@ -33,23 +33,20 @@ DATAPARALLEL, CHECKED = {"parallel": "dataparallel"}, {"verify_every_steps": 3}
 ON_CPU = "needs a CUDA device, this run is on cpu"
 
 
-@pytest.mark.parametrize(
-    ("changes", "device", "ranks", "message"),
-    [
-        (GRAPHS, "cpu", 1, f"enable_cuda_graphs {ON_CPU}; use false or auto"),
-        ({"enable_sync_bn": True}, "cpu", 2, f"enable_sync_bn {ON_CPU}"),
-        (DATAPARALLEL, "cpu", 1, f"dataparallel {ON_CPU}"),
-        (DATAPARALLEL, "cuda", 2, "dataparallel is one process for all GPUs, not 2"),
-        ({"parallel": "no_communication"}, "cuda", 1, "no_communication compares several ranks"),
-        (CHECKED, "cuda", 1, "needs deterministic true"),
-        ({"enable_amp": True, "amp_dtype": "fp16"}, "cpu", 1, f"amp_dtype fp16 {ON_CPU}"),
-        ({"opt_level": "O3", "loss_scale": 128}, "cuda", 1, r"loss_scale 128\.0 with opt_level O3: PyTorch does not"),
-        # in fp16, weights of resnet8 went from 1 to 1213 and 80 in two steps; in bf16 to 1.02
-        (O3 | {"optimizer": "adamw"}, "cuda", 1, "optimizer adamw with opt_level O3 needs amp_dtype bf16"),
-        (O3 | {"optimizer": "muon"}, "cuda", 1, "optimizer muon with opt_level O3 needs amp_dtype bf16"),
-        ({"optimizer": "muon", "enable_cuda_graphs": "auto", "enable_amp": True}, "cuda", 1, "cannot scale the loss"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "device", "ranks", "message"), [
+    (GRAPHS, "cpu", 1, f"enable_cuda_graphs {ON_CPU}; use false or auto"),
+    ({"enable_sync_bn": True}, "cpu", 2, f"enable_sync_bn {ON_CPU}"),
+    (DATAPARALLEL, "cpu", 1, f"dataparallel {ON_CPU}"),
+    (DATAPARALLEL, "cuda", 2, "dataparallel is one process for all GPUs, not 2"),
+    ({"parallel": "no_communication"}, "cuda", 1, "no_communication compares several ranks"),
+    (CHECKED, "cuda", 1, "needs deterministic true"),
+    ({"enable_amp": True, "amp_dtype": "fp16"}, "cpu", 1, f"amp_dtype fp16 {ON_CPU}"),
+    ({"opt_level": "O3", "loss_scale": 128}, "cuda", 1, r"loss_scale 128\.0 with opt_level O3: PyTorch does not"),
+    # in fp16, weights of resnet8 went from 1 to 1213 and 80 in two steps; in bf16 to 1.02
+    (O3 | {"optimizer": "adamw"}, "cuda", 1, "optimizer adamw with opt_level O3 needs amp_dtype bf16"),
+    (O3 | {"optimizer": "muon"}, "cuda", 1, "optimizer muon with opt_level O3 needs amp_dtype bf16"),
+    ({"optimizer": "muon", "enable_cuda_graphs": "auto", "enable_amp": True}, "cuda", 1, "cannot scale the loss"),
+])  # fmt: skip
 def test_what_this_device_or_number_of_ranks_cannot_train_is_refused(tiny, changes, device, ranks, message):
     """Even so, a run of a GPU can be evaluated on a CPU."""
     world = World(0, 0, ranks, torch.device(device))

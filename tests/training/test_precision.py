@@ -60,23 +60,20 @@ def test_every_level_trains_like_float32(tiny, precision):
 AUTOCAST, SCALED = "bf16 autocast", "fp16 autocast, loss scale dynamic"
 
 
-@pytest.mark.parametrize(
-    ("changes", "on_cpu", "on_gpu"),
-    [
-        ({}, "float32", "float32"),
-        ({"enable_amp": True}, AUTOCAST, SCALED),
-        ({"opt_level": "O1", "amp_dtype": "bf16"}, AUTOCAST, AUTOCAST),
-        ({"opt_level": "O0", "enable_amp": True}, "float32", "float32"),
-        ({"opt_level": "O2"}, "O2: bf16 weights, float32 BatchNorm, float32 master weights",
-         "O2: fp16 weights, float32 BatchNorm, float32 master weights, loss scale dynamic"),
-        ({"opt_level": "O2", "keep_batchnorm_fp32": False, "amp_dtype": "bf16"},
-         "O2: bf16 weights, bf16 BatchNorm, float32 master weights",
-         "O2: bf16 weights, bf16 BatchNorm, float32 master weights"),
-        ({"opt_level": "O3"}, "O3: bf16 weights, bf16 BatchNorm", "O3: fp16 weights, fp16 BatchNorm"),
-        ({"opt_level": "O3", "keep_batchnorm_fp32": True, "amp_dtype": "bf16"},
-         "O3: bf16 weights, float32 BatchNorm", "O3: bf16 weights, float32 BatchNorm"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "on_cpu", "on_gpu"), [
+    ({}, "float32", "float32"),
+    ({"enable_amp": True}, AUTOCAST, SCALED),
+    ({"opt_level": "O1", "amp_dtype": "bf16"}, AUTOCAST, AUTOCAST),
+    ({"opt_level": "O0", "enable_amp": True}, "float32", "float32"),
+    ({"opt_level": "O2"}, "O2: bf16 weights, float32 BatchNorm, float32 master weights",
+     "O2: fp16 weights, float32 BatchNorm, float32 master weights, loss scale dynamic"),
+    ({"opt_level": "O2", "keep_batchnorm_fp32": False, "amp_dtype": "bf16"},
+     "O2: bf16 weights, bf16 BatchNorm, float32 master weights",
+     "O2: bf16 weights, bf16 BatchNorm, float32 master weights"),
+    ({"opt_level": "O3"}, "O3: bf16 weights, bf16 BatchNorm", "O3: fp16 weights, fp16 BatchNorm"),
+    ({"opt_level": "O3", "keep_batchnorm_fp32": True, "amp_dtype": "bf16"},
+     "O3: bf16 weights, float32 BatchNorm", "O3: bf16 weights, float32 BatchNorm"),
+])  # fmt: skip
 def test_settings_choose_the_precision(tiny, monkeypatch, changes, on_cpu, on_gpu):
     monkeypatch.setattr(plan_module, "has_bf16_kernels", lambda: True)
     assert [str(choose_precision(tiny(**changes), device)) for device in (CPU, CUDA)] == [on_cpu, on_gpu]
@@ -146,13 +143,10 @@ def scaled_steps(scaler, gradients, fused=True):
     return parameter.detach()
 
 
-@pytest.mark.parametrize(
-    ("fused", "scale", "gradients", "left", "skipped"),
-    [
-        (False, "dynamic", [math.inf, 1.0, math.nan, 1.0, math.inf], 65536 / 8, 3),
-        (True, 128.0, [1.0, math.inf, 1.0], 128, 1),
-    ],
-)
+@pytest.mark.parametrize(("fused", "scale", "gradients", "left", "skipped"), [
+    (False, "dynamic", [math.inf, 1.0, math.nan, 1.0, math.inf], 65536 / 8, 3),
+    (True, 128.0, [1.0, math.inf, 1.0], 128, 1),
+])  # fmt: skip
 def test_skipped_steps_are_counted_and_change_nothing(fused, scale, gradients, left, skipped):
     """Only a dynamic scale falls."""
     scaler = LossScaler("cpu", scale)

@@ -189,16 +189,13 @@ OWN = RESULT._replace(device="host b, H200 GPU-1", own=["gradient x", "loss"])
 OTHER = GOOD._replace(state={"weight x": 1, "weight y": 3})
 
 
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [
-        ([RESULT, OWN, RESULT], "on rank 1 (host b, H200 GPU-1): gradient x (and 1 more) differs between"),
-        ([GOOD, RESULT], "on rank 1 (host a, cpu): weight x differs between two repetitions of the step\n"),
-        ([RESULT, RESULT], "on rank 0 (host a, cpu); rank 1 (host a, cpu): weight x differs between two repetitions of "
-         "the step though no rank's own gradients do: the sum over the ranks went wrong"),
-        ([GOOD, OTHER, GOOD], "on rank 1 (host a, cpu): weight y differs from the other ranks"),
-        ([GOOD, OTHER], "on rank 0 (host a, cpu); rank 1 (host a, cpu): weight y differs from the other ranks"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("ranks", "message"), [
+    ([RESULT, OWN, RESULT], "on rank 1 (host b, H200 GPU-1): gradient x (and 1 more) differs between"),
+    ([GOOD, RESULT], "on rank 1 (host a, cpu): weight x differs between two repetitions of the step\n"),
+    ([RESULT, RESULT], "on rank 0 (host a, cpu); rank 1 (host a, cpu): weight x differs between two repetitions of "
+     "the step though no rank's own gradients do: the sum over the ranks went wrong"),
+    ([GOOD, OTHER, GOOD], "on rank 1 (host a, cpu): weight y differs from the other ranks"),
+    ([GOOD, OTHER], "on rank 0 (host a, cpu); rank 1 (host a, cpu): weight y differs from the other ranks"),
+])  # fmt: skip
 def test_faulty_ranks_are_found_from_the_evidence(ranks, message):
     assert describe_fault(7, ranks).startswith(f"silent corruption in step 7 {message}")
