@@ -77,7 +77,8 @@ def test_convolutions_train_as_pytorchs_muon_and_other_parameters_as_its_adamw(t
     )
     for one, other in zip(ours, trained(both, theirs), strict=True):
         # PyTorch's iteration rounds to bf16: a twentieth of an update, whose numbers are about ADAMW_RMS * rate
-        torch.testing.assert_close(one, other.view(one.shape), rtol=0, atol=0.05 * ADAMW_RMS * sum(RATES))
+        bound = 0.05 * ADAMW_RMS * sum(RATES) if one.ndim == 4 else 0
+        torch.testing.assert_close(one, other.view(one.shape), rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("shape", [(16, 144), (200, 27)])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration; Jordan's, as their number of steps
 NEWTON_SCHULZ_STEPS = 5
@@ -40,55 +41,35 @@ class Muon(torch.optim.Optimizer):
         return None
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        momentum = group["momentum"]
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        if group["orthogonalise"]:
-            steps = self._buffers("momentum_buffer", parameters)
-            torch._foreach_lerp_(steps, gradients, 1 - momentum)
-            if group["nesterov"]:
-                steps = list(torch._foreach_lerp(gradients, steps, momentum))
-            steps = orthogonalise_filters(steps)
+        rate, momentum, captured = group["lr"], group["momentum"], group["capturable"]
+        if not group["orthogonalise"]:
+            device = parameters[0].device if captured else "cpu"
+            counts = self._states("step", parameters, lambda parameter: torch.zeros((), device=device))
+            adamw(
+                parameters, gradients, self._states("mean", parameters), self._states("square", parameters), [],
+                counts, foreach=True, capturable=captured, amsgrad=False, beta1=momentum, beta2=ADAM_BETA2, lr=rate,
+                weight_decay=group["weight_decay"], eps=ADAMW_EPSILON, maximize=False,
+            )  # fmt: skip
+            return
+        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+        steps = self._states("momentum_buffer", parameters)
+        torch._foreach_lerp_(steps, gradients, 1 - momentum)
+        if group["nesterov"]:
+            steps = list(torch._foreach_lerp(gradients, steps, momentum))
+        steps = orthogonalise_filters(steps)
+        if captured:  # GRAPHS: the rate stays on the device
+            torch._foreach_sub_(parameters, torch._foreach_mul(steps, rate))
         else:
-            steps = self._adam(group, parameters, gradients)
-        if group["capturable"]:  # GRAPHS: the rate stays on the device
-            torch._foreach_sub_(parameters, torch._foreach_mul(steps, group["lr"]))
-        else:
-            torch._foreach_add_(parameters, steps, alpha=-float(group["lr"]))
+            torch._foreach_add_(parameters, steps, alpha=-float(rate))
 
-    def _buffers(self, name: str, parameters: list[Tensor]) -> list[Tensor]:
-        """Return the state `name` of each parameter; it starts at 0."""
+    def _states(
+        self, name: str, parameters: list[Tensor], start: Callable[[Tensor], Tensor] = torch.zeros_like
+    ) -> list[Tensor]:
+        """Return the state `name` of each parameter, which begins as `start(parameter)`."""
         for parameter in parameters:
             if name not in self.state[parameter]:
-                self.state[parameter][name] = torch.zeros_like(parameter)
+                self.state[parameter][name] = start(parameter)
         return [self.state[parameter][name] for parameter in parameters]
-
-    def _adam(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Return Adam's updates before the learning rate and the sign (Kingma and Ba 2014, arXiv:1412.6980)."""
-        beta1 = group["momentum"]
-        first, second = self._bias_corrections(parameters, beta1, captured=group["capturable"])
-        means, squares = self._buffers("mean", parameters), self._buffers("square", parameters)
-        torch._foreach_lerp_(means, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, ADAM_BETA2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - ADAM_BETA2)
-        roots = torch._foreach_sqrt(torch._foreach_div(squares, second))
-        torch._foreach_add_(roots, ADAMW_EPSILON)
-        return list(torch._foreach_div(torch._foreach_div(means, first), roots))
-
-    def _bias_corrections(self, parameters: list[Tensor], beta1: float, *, captured: bool) -> tuple[Any, Any]:
-        """Count this update of each parameter, and return the divisors of Adam's means and squares. GRAPHS: counts and
-        divisors stay on the device, and the first parameter's serve all, since a graph updates the same ones each
-        time."""
-        steps = []
-        for parameter in parameters:
-            state = self.state[parameter]
-            if "step" not in state:
-                state["step"] = torch.zeros((), device=parameter.device if captured else "cpu")
-            steps.append(state["step"])
-        torch._foreach_add_(steps, 1)
-        if captured:
-            return 1 - beta1 ** steps[0], 1 - ADAM_BETA2 ** steps[0]
-        counts = [int(step) for step in steps]
-        return [1 - beta1**count for count in counts], [1 - ADAM_BETA2**count for count in counts]
 
 
 def orthogonalise_filters(filters: list[Tensor]) -> list[Tensor]:
