@@ -9,7 +9,6 @@ from utils.data.augment import STREAM_CUTMIX, BatchMix, beta_quantile, sample_mi
 from utils.data.config import AugmentationConfig
 from utils.data.sampling import Sampler, epoch_order, uniform
 from utils.errors import ConfigError
-from utils.training.metrics.sums import MetricSums
 
 NUM_IMAGES, BATCH, CLASSES, SIZE = 60, 24, 7, 16
 CONFIGS = {
@@ -100,13 +99,6 @@ def test_weights_follow_the_beta_distribution():
         sample = np.sort(rng.beta(alpha, alpha, len(probability)))
         assert np.abs(beta_quantile(probability, alpha) - sample).max() < 0.05
     assert np.isfinite(beta_quantile(np.array([0.0, 1 - 2.0**-53]), 0.2)).all()
-
-
-def test_accuracy_counts_the_class_with_the_larger_weight():
-    sums = MetricSums(torch.device("cpu"))
-    targets = torch.tensor([[0.6, 0.4, 0], [0.3, 0, 0.7]])
-    sums.add(torch.tensor(1.0), torch.tensor([[2.0, 1, 0], [0, 1, 0]]), targets)
-    assert sums.sums.tolist()[:3] == [2.0, 1.0, 2.0]
 
 
 def test_an_odd_batch_cannot_be_paired(tiny):

@@ -96,10 +96,7 @@ def alter(folder, extension):
 DAMAGES = {
     "index gone": (lambda folder: (folder / INDEX_FILE).unlink(), "python -m tools.prepare_data --shards"),
     "index truncated": (lambda folder: os.truncate(folder / INDEX_FILE, 1500), "shards.index: damaged, or of"),
-    "classes renamed": (
-        lambda folder: (folder / "classes.json").write_text('["bee"]'),
-        "classes.json has changed since",
-    ),
+    "classes renamed": (lambda folder: (folder / "classes.json").write_text("[]"), "classes.json has changed since"),
     "shard missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: no bytes, expected"),
     "shard truncated": (lambda folder: os.truncate(folder / SHARD, 9000), f"{SHARD}: 9000 bytes, expected"),
     "shard added": (lambda folder: shutil.copy(folder / SHARD, folder / "val/x.tar"), "bytes, expected no from"),

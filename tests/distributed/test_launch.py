@@ -13,17 +13,8 @@ import torch
 
 import utils.distributed.ranks
 from tests.processes import ROOT, wait_until, without_launcher
-from utils.distributed.launch import (
-    LOOPBACK_OPTIONS,
-    LOOPBACK_VARIABLES,
-    Launch,
-    find_launch,
-    first_host,
-    job_name,
-    name_ranks,
-    torchrun_here,
-    was_restarted,
-)
+from utils.distributed import launch as launchers
+from utils.distributed.launch import Launch, find_launch, first_host, job_name, torchrun_here, was_restarted
 from utils.distributed.world import choose_device
 from utils.errors import ConfigError
 from utils.quotas import cpu_quota, memory_limit
@@ -88,7 +79,7 @@ def test_nodes_and_tasks_in_slurms_notation_and_names_of_ranks():
     for node, tasks in (("0", 4), ("1", 4), ("2", 3)):
         ranks = {"SLURM_STEP_NUM_TASKS": "11", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": node}
         assert find_launch(SRUN | ranks).local_world_size == tasks
-    assert [name_ranks(ranks) for ranks in ([3], [7, 1, 2, 3], [0, 1])] == ["rank 3", "ranks 1-3, 7", "ranks 0, 1"]
+    assert [*map(launchers.name_ranks, ([3], [7, 1, 2, 3], [0, 1]))] == ["rank 3", "ranks 1-3, 7", "ranks 0, 1"]
 
 
 def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypatch):
@@ -165,10 +156,10 @@ def test_the_smallest_limit_of_the_cgroups_counts(name, tmp_path):
 
 def test_page_and_script_restrict_torchrun_to_the_loopback_like_the_tools():
     page, script = ((ROOT / name).read_text(encoding="utf-8") for name in ("docs/distributed.md", "submit.slr"))
-    for word in [*LOOPBACK_OPTIONS, *(f"{name}={value}" for name, value in LOOPBACK_VARIABLES.items())]:
-        assert word in page
-    assert "store=" + LOOPBACK_OPTIONS[1].partition("store_type=")[2] in script
-    assert f"export {next(iter(LOOPBACK_VARIABLES))}=1" in script
+    options, variables = launchers.LOOPBACK_OPTIONS, launchers.LOOPBACK_VARIABLES
+    assert all(word in page for word in [*options, *(f"{name}={value}" for name, value in variables.items())])
+    assert "store=" + options[1].partition("store_type=")[2] in script
+    assert f"export {next(iter(variables))}=1" in script
 
 
 # ---- real launchers

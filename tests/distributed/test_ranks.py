@@ -186,16 +186,9 @@ def serve_store():
 ALONE, AGENT = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-def test_ranks_meet_and_leave(tmp_path):
-    ended = run_job(tmp_path, 3, play, "add_up")
-    assert [(one.status, one.output, one.errors) for one in ended] == [(0, "6.0\n", "")] * 3
-
-
 NO_ANSWER = r"error: rank 0: no answer from rank {} \(process \d+ on \S+\): killed or stopped, or its node or .*"
 LOST_0 = r"error: rank [12]: lost contact with rank 0( \(process \d+ on \S+\))?, or the store at 127.0.0.1:\d+: .*"
-COLLECTIVE = (
-    r"error: rank \d: a collective has not ended within {} s \(rank_timeout_seconds\): {}, or the network is .*"
-)
+COLLECTIVE = r"error: rank \d: a collective has not ended within {} s \(rank_timeout_seconds\): {}, or the netw.*"
 SKIPPED = r"rank 1 \(process \d+ on \S+\) did not call it"
 DISK, NCCL = DataError("the disk is gone\nbuy another"), "x.cpp:3, unhandled system error"
 FULL = dist.DistBackendError(f"NCCL error in: {NCCL}\n\nLast error:\nno space left\n")

@@ -13,15 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.conftest import read_records
 from train import Trainer
 from utils.config import Config
-from utils.run.tensorboard import (
-    ALWAYS_SHOWN,
-    CHANGES,
-    RESULTS,
-    TensorBoardWriter,
-    _hide_write_errors,
-    compared,
-    draw_matrix,
-)
+from utils.run import tensorboard
+from utils.run.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, TensorBoardWriter
 
 TUTORIALS_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
 
@@ -30,6 +23,10 @@ def read(folder):
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "images": 0, "scalars": 0})
     events.Reload()
     return events
+
+
+def points_of(events, tag):
+    return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
 def texts(events, tag):
@@ -52,23 +49,17 @@ def test_a_run_has_scalars_by_epoch_step_and_second_texts_and_pictures(run):
     events = read(folder / "tb_logs")
     assert not [path for path in (folder / "tb_logs").iterdir() if path.is_dir()]  # TensorBoard's rows are folders
     epochs, steps = read_records(folder, "epoch"), read_records(folder, "step")
-    expected = {
-        **{tag: [(row["epoch"], row[tag]) for row in epochs] for tag in TUTORIALS_TAGS},
-        **{
-            f"step/{name}": [(row["step"], row[name]) for row in steps]
-            for name in ("loss", "learning_rate", "images_per_sec", "data_wait", "memory_gb")
-        },
-        "by_second/acc1_valid": [(round(row["seconds"]), row["acc1/valid"]) for row in epochs],
-    }
+    expected = {tag: [(row["epoch"], row[tag]) for row in epochs] for tag in TUTORIALS_TAGS}
+    for name in ("loss", "learning_rate", "images_per_sec", "data_wait", "memory_gb"):
+        expected[f"step/{name}"] = [(row["step"], row[name]) for row in steps]
+    expected["by_second/acc1_valid"] = [(round(row["seconds"]), row["acc1/valid"]) for row in epochs]
     for tag, points in expected.items():
-        assert [(event.step, event.value) for event in events.Scalars(tag)] == [
-            (position, pytest.approx(value)) for position, value in points
-        ]
+        assert points_of(events, tag) == [(position, pytest.approx(value)) for position, value in points]
     assert "batch_size: 32" in texts(events, "run/config") and '"torch"' in texts(events, "run/environment")
     assert "| class | accuracy |" in texts(events, "run/worst classes")
     (grid,), (matrix,) = events.Images("augmented batch"), events.Images("confusion matrix")
     assert (grid.height, grid.width, matrix.width) == (3 * (4 * 33 + 1), 3 * (8 * 33 + 1), 600)
-    image = draw_matrix(torch.tensor([[4, 0], [1, 3]]))  # white at 0 and dark at 100 %
+    image = tensorboard.draw_matrix(torch.tensor([[4, 0], [1, 3]]))  # white at 0 and dark at 100 %
     assert image.shape == (600, 600) and (image[0, 599], image[0, 0]) == (1, 0) and 0 < image[599, 0] < 1
 
 
@@ -82,7 +73,7 @@ def test_hparams_have_a_row_of_settings_and_results(run):
 
     changes = {"enable_nhwc": True, "log_freq": 7, "device": "cpu", "max_epochs": 3, "micro_batch_size": None}
     row = {CHANGES: "device=cpu, enable_nhwc=true", "batch_size": 128, "lr": 0.1, "max_epochs": 3, "model": "resnet50"}
-    assert compared(Config(**Config().model_dump() | changes)) == row
+    assert tensorboard.compared(Config(**Config().model_dump() | changes)) == row
     folder = run(max_epochs=1, weight_decay=0.1)
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder))
     multiplexer.Reload()
@@ -94,9 +85,8 @@ def test_hparams_have_a_row_of_settings_and_results(run):
     assert not any(info.HasField("domain_discrete") for info in experiment.hparam_infos)  # an empty one hides all runs
     metrics = [info.name.tag for info in experiment.metric_infos]
     assert metrics[0] == "result/best_acc1" and len(metrics) == len(RESULTS)
-    assert set(metrics) - {"result/test_acc1", "result/test_loss"} == {
-        tag for tag in read(folder / "tb_logs").Tags()["scalars"] if tag.startswith("result/")
-    }
+    written = {tag for tag in read(folder / "tb_logs").Tags()["scalars"] if tag.startswith("result/")}
+    assert set(metrics) - {"result/test_acc1", "result/test_loss"} == written
 
 
 def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
@@ -111,11 +101,9 @@ def test_a_resumed_run_cuts_what_it_trains_again_and_loses_no_point(run):
     run(max_epochs=3, log_freq=1)
     events = read(folder / "tb_logs")
     for tag, units, last in (("step/loss", 6, 12), ("acc1/valid", 1, 3), ("learning_rate", 1, 3)):
-        earlier, found = first.Scalars(tag)[:units], events.Scalars(tag)
-        assert [(event.step, event.value) for event in found[:units]] == [
-            (event.step, event.value) for event in earlier
-        ]
-        assert found[0].wall_time == pytest.approx(earlier[0].wall_time, abs=0.5)
+        found = events.Scalars(tag)
+        assert points_of(events, tag)[:units] == points_of(first, tag)[:units]
+        assert found[0].wall_time == pytest.approx(first.Scalars(tag)[0].wall_time, abs=0.5)
         assert [event.step for event in found] == list(range(1, last + 1)), tag
     assert len(events.Scalars("by_second/acc1_valid")) == 3
 
@@ -148,5 +136,5 @@ def test_a_full_disk_shows_no_traceback_of_tensorboards_threads(capsys, error, l
     class Thread(threading.Thread):
         __module__ = "tensorboard.summary.writer.event_file_writer"
 
-    _hide_write_errors(threading.ExceptHookArgs((type(error), error, None, Thread())))
+    tensorboard._hide_write_errors(threading.ExceptHookArgs((type(error), error, None, Thread())))
     assert capsys.readouterr().err.count(f"{type(error).__name__}: ") == lines

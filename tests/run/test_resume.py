@@ -24,13 +24,10 @@ from utils.run.preemption import SIGNALS
 # Three epochs of 4 batches of training and 2 of validation; a log point after batches 1 and 3, so none after batch 2.
 SETTINGS = {
     # with a learning rate too high, so that validation gets worse and the plateau schedule lowers it
-    "plateau and O2": {
-        "data_loader": "torchvision", "lr_schedule": "plateau/0", "lr_warmup_epochs": 0.5, "lr": 0.3, "opt_level": "O2",
-    },
-    "onecycle and average": {
-        "lr_schedule": "onecycle", "lr_warmup_epochs": 1.5, "ema_decay": 0.8, "rnd_rotation_angle": 10.0,
-        "cutmix_alpha": 1.0, "loss_scale": "dynamic", "optimizer": "muon", "lr": 0.02,
-    },
+    "plateau and O2": {"data_loader": "torchvision", "lr_schedule": "plateau/0", "lr_warmup_epochs": 0.5, "lr": 0.3,
+                       "opt_level": "O2"},
+    "onecycle and average": {"lr_schedule": "onecycle", "lr_warmup_epochs": 1.5, "ema_decay": 0.8, "cutmix_alpha": 1.0,
+                             "loss_scale": "dynamic", "optimizer": "muon", "lr": 0.02, "rnd_rotation_angle": 10.0},
     "adamw and O3": {"optimizer": "adamw", "lr": 0.01, "opt_level": "O3", "weight_decay_bn_bias": False},
 }  # fmt: skip
 PLATEAU, ONECYCLE, ADAMW = SETTINGS
@@ -56,9 +53,8 @@ def whole(one_rank, tmp_path_factory):
 
 def assert_same_run(folder, whole):
     """Compare everything that training resumes from and everything recorded, except times."""
-    assert not [
-        line for line in compare(whole, folder) if not line.startswith("config.")
-    ]  # when it is saved may change
+    # when it is saved may change
+    assert not [line for line in compare(whole, folder) if not line.startswith("config.")]
 
 
 @pytest.mark.parametrize("where", STOPS)
@@ -138,11 +134,8 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):
     assert_same_run(tmp_path, expected)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGHUP, *(pytest.param(number, marks=pytest.mark.slow) for number in SIGNALS[:-1])],
-    ids=lambda number: number.name,
-)
+@pytest.mark.parametrize("number", [signal.SIGHUP, *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS[:-1])],
+    ids=lambda number: number.name)  # fmt: skip
 def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, number):
     """Sent to every process of the run, loader workers included, as torchrun, Slurm and a terminal do."""
     keys = TINY | {"limit_train_batches": 20, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}

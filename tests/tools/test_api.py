@@ -14,7 +14,6 @@ import api
 import train
 from tests.conftest import TINY, as_options, without_times
 from tests.tiny_shards import IMAGENET, SETTINGS
-from tools import evaluate
 from tools.predict import predict
 from tools.trained import open_trained
 from utils.config.command_line import parse_arguments
@@ -92,10 +91,3 @@ def test_load_prepares_a_picture_as_validation_does(folders, tmp_path):
     expected = functional.to_tensor(functional.center_crop(functional.resize(picture, 55), 48))  # 55 = 48 / 0.875
     expected = functional.normalize(expected, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     torch.testing.assert_close(transform(picture), expected, rtol=0, atol=1e-5)
-
-
-def test_evaluate_gives_the_figures_of_the_command(run, tmp_path):
-    assert evaluate.main([str(run.folder), "--json", str(tmp_path / "figures.json")]) == 0
-    expected = json.loads((tmp_path / "figures.json").read_text())
-    assert api.evaluate(run.folder) == expected
-    assert expected["acc1"] == run.metrics["last_acc1"]

@@ -193,17 +193,13 @@ def test_limits_measures_every_limit(tmp_path):
     assert set(json.loads(report.read_text())["results"]) == {*limits, "memory, GB/s", "all-reduce of 100 MB, GB/s"}
 
 
-def test_loaders_measures_every_loader_and_writes_the_report(tmp_path, capfd):
+def test_loaders_measures_every_loader_and_writes_the_report(tmp_path):
     report = tmp_path / "report.json"
-    small = ["--set", "batch_size=32", "--set", "num_data_workers=1", "--batches=4", "--steps=2", "--trials=2"]
-    ended = run_job(
-        tmp_path,
-        1,
-        main,
-        ["loaders", "--config=quickstart", "--loaders=torchvision,device", f"--json={report}", *small],
-    )
-    assert ended[0].status == 0, ended[0].errors
-    assert "torchvision" in ended[0].output and "waiting" in ended[0].output
+    small = ["--set=batch_size=32", "--set=num_data_workers=1", "--batches=4", "--steps=2", "--trials=2"]
+    command = ["loaders", "--config=quickstart", "--loaders=torchvision,device", f"--json={report}", *small]
+    (ended,) = run_job(tmp_path, 1, main, command)
+    assert ended.status == 0, ended.errors
+    assert "torchvision" in ended.output and "waiting" in ended.output
     content = json.loads(report.read_text())
     assert content["config"]["batch_size"] == 32 and set(content["results"]) == {"torchvision", "device"}
     for values in content["results"].values():

@@ -297,9 +297,8 @@ def record(node, *rates, findings=(), device="H200", software=("torch", "2.14.1"
 
 def test_the_slow_node_is_named_with_its_value_and_one_with_fewer_devices():
     good = [record("a", 700.0, 705.0), record("b", 710.0, 708.0)]
-    assert compare_records(good, good, "the median") == [
-        Finding("comparison", "ok", "limits, bf16 TFLOP/s 700 to 710, the median 708, over 4")
-    ]
+    fine = Finding("comparison", "ok", "limits, bf16 TFLOP/s 700 to 710, the median 708, over 4")
+    assert compare_records(good, good, "the median") == [fine]
     two = [record("a", *8 * [700.0]), record("b", *7 * [580.0], 690.0)]
     slow = compare_records(two, two, "the median")
     assert [finding.where for finding in slow] == [f"b, cuda:{number}" for number in range(7)]
@@ -427,12 +426,9 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # a run in this process may have set it
     random, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        finding = fingerprints.check_device(torch.device("cpu"))
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-    assert finding.level == "ok" and re.search(": [0-9a-f]{16}$", finding.message)
+    finding, after = fingerprints.check_device(torch.device("cpu")), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert finding.level == "ok" and re.search(": [0-9a-f]{16}$", finding.message) and after == 2
     assert torch.equal(torch.get_rng_state(), random)
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32
     really, calls = fingerprints.fingerprint, itertools.count(1)

@@ -80,9 +80,9 @@ def test_a_failed_run_leaves_nothing(folders, tmp_path, monkeypatch, capsys):
     (["--shards=nowhere"], "nowhere/train: no images found; expected shards"),
     (["--shards=x", "--from=nowhere"], "nowhere/train: cannot be read: No such file"),
 ])  # fmt: skip
-def test_wrong_folders_are_named(arguments, message, folders, tmp_path, monkeypatch, capsys):
+def test_wrong_folders_are_named(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert prepare_data.main([argument.format(folders=folders) for argument in arguments]) == 3
+    assert prepare_data.main(arguments) == 3
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "x").exists()
 
@@ -137,9 +137,8 @@ def test_files_and_members_that_are_not_used_are_counted_and_named(copied, capsy
     (copied / "train/more.tar.gz").touch()
     assert prepare_data.main([f"--shards={copied}"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "22 and 15 images" in printed and "4 files or members not used, such as shard-000002.tar:2.0_a.jpg" in printed
-    )
+    for words in ("22 and 15 images", "4 files or members not used, such as shard-000002.tar:2.0_a.jpg"):
+        assert words in printed
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

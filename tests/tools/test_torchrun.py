@@ -47,15 +47,8 @@ def test_a_taken_port_is_reported_in_one_line(tmp_path):
         port, file = taken.getsockname()[1], tmp_path / "torchrun.log"
         where = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-conf=is_host=true", f"--rdzv-endpoint=localhost:{port}"]
         command = [sys.executable, "-m", "tools.torchrun", str(file), *where, "program.py"]
-        ended = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=without_launcher(os.environ),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        environment = without_launcher(os.environ)
+        ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     (error,) = ended.stderr.splitlines()
     assert ended.returncode == 1 and file.exists()
     assert f"port: {port}" in error and "address already in use" in error

@@ -34,10 +34,7 @@ def other_best(folder, rows):
 
 @pytest.mark.parametrize(("change", "places"), [
     (lambda _, rows: [row.update(seconds=1.5, clock_seconds={"train": 1.5}) for row in rows], set()),
-    (
-        lambda _, rows: rows[1].update(learning_rate=rows[1]["learning_rate"] + 1e-15),
-        {"metrics.jsonl.0.learning_rate"},
-    ),
+    (lambda _, rows: rows[1].update(learning_rate=rows[1]["learning_rate"] + 1e-15), {"metrics.jsonl.0.learning_rate"}),
     (last_bits, {"model.fc.weight", "optimizer.state.0.momentum_buffer"}),
     (other_best, {"model of best.pt.fc.bias"}),
     (lambda _, rows: rows.pop(), {"metrics.jsonl"}),
@@ -60,10 +57,8 @@ def scripted(tmp_path, monkeypatch):
 
 
 def test_a_run_that_hangs_is_ended_and_reported(tmp_path, scripted, capsys):
-    scripted(
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('going', flush=True)\n"
-        "time.sleep(600)\n"
-    )
+    ignore = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    scripted(f"{ignore}print('going', flush=True)\ntime.sleep(600)\n")
     assert main([*ARGUMENTS, "--timeout=2", "--seed=5", f"--work-dir={tmp_path}"]) == 1
     out = capsys.readouterr().out
     assert "verdict: NOT EQUAL" in out and "may hang; its output ends:\ngoing" in out and out.count("--seed=5") == 1

@@ -9,15 +9,9 @@ from torch import nn
 
 from tests.conftest import plan_on
 from utils.training.learner import Learner
+from utils.training.optimizers import muon
 from utils.training.optimizers.build import build_optimizer
-from utils.training.optimizers.muon import (
-    ADAMW_RMS,
-    COEFFICIENTS,
-    NEWTON_SCHULZ_STEPS,
-    newton_schulz,
-    newton_schulz_by_squares,
-    orthogonalise,
-)
+from utils.training.optimizers.muon import ADAMW_RMS, COEFFICIENTS, NEWTON_SCHULZ_STEPS, orthogonalise
 
 RATES = [0.01, 0.02, 0.01]
 SHAPES = {"convolution": (8, 4, 3, 3), "same shape": (8, 4, 3, 3), "tall": (30, 2, 3, 3), "head": (5, 8), "norm": (8,)}
@@ -38,9 +32,8 @@ def trained(optimizer, parameters):
 def test_every_parameter_is_trained_whatever_its_dimensions(tiny):
     """Only convolutions that mix channels are orthogonalised: no depthwise one, no scale."""
     shapes = [*([2] * dimensions for dimensions in range(7)), [8, 1, 3, 3], [1, 8, 1, 1]]
-    groups = build_optimizer(
-        tiny(optimizer="muon", lr=0.01), [nn.Parameter(torch.zeros(s)) for s in shapes]
-    ).param_groups
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    groups = build_optimizer(tiny(optimizer="muon", lr=0.01), parameters).param_groups
     assert sorted(list(parameter.shape) for group in groups for parameter in group["params"]) == sorted(shapes)
     assert [list(p.shape) for group in groups if group["orthogonalise"] for p in group["params"]] == [[2, 2, 2, 2]]
 
@@ -68,13 +61,11 @@ def test_convolutions_train_as_pytorchs_muon_and_other_parameters_as_its_adamw(t
     ours = trained(optimizer, parameters)
 
     theirs = [nn.Parameter(p.detach().flatten(1) if p.ndim > 2 else p.detach()) for p in start()]
-    muon = torch.optim.Muon(theirs[:3], **options, adjust_lr_fn="match_rms_adamw")
+    theirs_muon = torch.optim.Muon(theirs[:3], **options, adjust_lr_fn="match_rms_adamw")
     vectors = {"params": theirs[4:], "weight_decay": 0.1 if decay_vectors else 0.0}
     adamw = torch.optim.AdamW([{"params": theirs[3:4]}, vectors], lr=0.01, betas=(0.9, 0.999), weight_decay=0.1)
-
-    both = SimpleNamespace(
-        param_groups=[*muon.param_groups, *adamw.param_groups], step=lambda: (muon.step(), adamw.step())
-    )
+    groups = [*theirs_muon.param_groups, *adamw.param_groups]
+    both = SimpleNamespace(param_groups=groups, step=lambda: (theirs_muon.step(), adamw.step()))
     for one, other in zip(ours, trained(both, theirs), strict=True):
         # PyTorch's iteration rounds to bf16: a twentieth of an update, whose numbers are about ADAMW_RMS * rate
         bound = 0.05 * ADAMW_RMS * sum(RATES) if one.ndim == 4 else 0
@@ -100,6 +91,6 @@ def test_orthogonalise_equals_jordans_iteration_in_float64(shape):
 def test_the_iteration_in_bf16_keeps_the_singular_values_of_float32():
     matrices = torch.randn(2, 64, 576, generator=torch.Generator().manual_seed(0))
     matrices /= matrices.norm(dim=(1, 2), keepdim=True)
-    expected = torch.linalg.svdvals(newton_schulz_by_squares(matrices))
-    found = torch.linalg.svdvals(newton_schulz(matrices.bfloat16()).float())
+    expected = torch.linalg.svdvals(muon.newton_schulz_by_squares(matrices))
+    found = torch.linalg.svdvals(muon.newton_schulz(matrices.bfloat16()).float())
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0)

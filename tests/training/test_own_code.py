@@ -130,9 +130,8 @@ def code(tmp_path, monkeypatch):
 
 
 def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, code):
-    (code / "same.py").write_text(
-        "import models.resnet\nnetwork = lambda num_classes: models.resnet.SmallResNet(1, num_classes)"
-    )
+    source = "import models.resnet\nnetwork = lambda num_classes: models.resnet.SmallResNet(1, num_classes)"
+    (code / "same.py").write_text(source)
     names = "resnet8", "same:network"
     learners = [run(tiny(model=name, max_epochs=1), one_rank, tmp_path / name).learner for name in names]
     assert all(map(torch.equal, *(learner.model.parameters() for learner in learners)))
@@ -188,19 +187,17 @@ REFUSED = [  # the model or the optimizer, other settings, the message
 
 
 @pytest.mark.parametrize(("model", "changes", "message"), REFUSED)
-def test_what_training_would_fail_at_is_found_at_the_start(
-    tiny, one_rank, code, tmp_path, monkeypatch, model, changes, message
-):
+def test_what_fails_in_training_is_found_at_the_start(tiny, one_rank, code, monkeypatch, model, changes, message):
     """With the user's line, and before the folder is made."""
     for name in ("timm", "timm.optim"):
         monkeypatch.setitem(sys.modules, name, None)
     (code / "broken.py").write_text("\ndef network(:\n")
     settings = changes | ({"model": model} if model else {})
     with pytest.raises(ConfigError, match=message.format(file=code / "of_mine.py", folder=code)) as refused:
-        Trainer(tiny(**settings), one_rank, tmp_path / "run")
+        Trainer(tiny(**settings), one_rank, code / "run")
     named = f"model {model}" if model else f"optimizer {changes['optimizer']}"
     assert str(refused.value).startswith(named) and str(refused.value).count("\n") <= 1
-    assert not (tmp_path / "run").exists()
+    assert not (code / "run").exists()
 
 
 def test_outputs_must_depend_on_all_parameters_with_several_ranks(tiny, one_rank, code):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy
@@ -32,14 +33,12 @@ from utils.training.validation import validate
 @pytest.mark.parametrize("switch", ["enable_nhwc", "enable_extra_opts", "enable_amp"])
 def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, switch):
     """channels_last reaches model and images, AMP training and validation; enable_extra_opts may name one switch."""
-    seen, losses = set(), []
+    seen, losses, is_nhwc = set(), [], partial(torch.Tensor.is_contiguous, memory_format=torch.channels_last)
     for changes in ({}, {switch: ["fused_optimizer"] if switch == "enable_extra_opts" else True}):
         seen.clear()
         trainer = Trainer(tiny(max_epochs=1, lr=0.02, amp_dtype="bf16", **changes), one_rank)
         model = trainer.learner.model
-        model.conv1.register_forward_pre_hook(
-            lambda _, images: seen.add(images[0].is_contiguous(memory_format=torch.channels_last))
-        )
+        model.conv1.register_forward_pre_hook(lambda _, images: seen.add(is_nhwc(images[0])))
         model.fc.register_forward_hook(lambda module, _, output: seen.add((module.training, output.dtype)))
         trainer.train_one_epoch()
         losses.append(trainer.learner.sums.average(one_rank)["loss"])
@@ -47,7 +46,7 @@ def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, switch):
     assert losses[1] == pytest.approx(losses[0], rel=0.02 if switch == "enable_amp" else 3e-3)  # roundings differ
     dtype, nhwc = torch.bfloat16 if switch == "enable_amp" else torch.float32, switch == "enable_nhwc"
     assert seen == {nhwc, (True, dtype), (False, dtype)}
-    assert model.layer1[0].conv1.weight.is_contiguous(memory_format=torch.channels_last) is nhwc
+    assert is_nhwc(model.layer1[0].conv1.weight) is nhwc
     assert bool(trainer.learner.optimizer.param_groups[0]["fused"]) is (switch == "enable_extra_opts")
     assert trainer.run.clock.images == 4 * 32  # also those after an epoch's last log point
 
@@ -142,10 +141,8 @@ def test_other_data_or_other_epochs_are_refused(tiny, one_rank, folder):
         run(shorter, one_rank, folder, resume=str(folder))
     trainer = Trainer(tiny(max_epochs=4), one_rank, folder, "tiny", str(folder))
     path, names = list_checkpoints(folder / "checkpoints")[0], trainer.run.data["class_names"]
-    for saved, name, remark in (
-        (names[0], "other", ""),
-        ("be\u0301e", "b\u00e9e", "; some differ in their Unicode form only"),
-    ):
+    accent = "be\u0301e", "b\u00e9e", "; some differ in their Unicode form only"
+    for saved, name, remark in ((names[0], "other", ""), accent):
         state = read_checkpoint(path)
         state["data"]["class_names"] = [saved, *names[1:]]
         (folder / "changed.pt").write_bytes(encode(state))
