@@ -38,12 +38,10 @@ def shorten(path, name):
 
 def _blocks_with_every_setting():
     """Choose few blocks that together cover the settings of all: each string, and each other value as true or false."""
-    settings = {
-        block: {
-            (key, value if isinstance(value, str) else bool(value)) for key, value in shorten(*block.values).items()
-        }
-        for block in BLOCKS
-    }
+    settings: dict[Any, set[Any]] = {}
+    for block in BLOCKS:
+        values = shorten(*block.values).items()
+        settings[block] = {(key, value if isinstance(value, str) else bool(value)) for key, value in values}
     chosen, uncovered = [], set().union(*settings.values())
     while uncovered:
         chosen.append(max(settings, key=lambda block: len(settings[block] & uncovered)))

@@ -174,9 +174,8 @@ def test_a_limited_validation_sees_every_class_alike(labels):
     seen = []
     for rank in range(2):
         config = tiny_config(valid_batch_size_per_gpu=10, limit_valid_batches=5)
-        plan = utils.data.build._build_sampler(
-            config, labels, World(rank, rank, 2, torch.device("cpu")), training=False
-        )
+        world = World(rank, rank, 2, torch.device("cpu"))
+        plan = utils.data.build._build_sampler(config, labels, world, training=False)
         assert [len(batch) for batch in plan.batches(0)] == [10] * 5 and len(plan) == 5
         seen += np.concatenate(plan.batches(0)).tolist()
     counts = np.bincount(labels[seen], minlength=labels.max() + 1)

@@ -44,11 +44,8 @@ EVERY = pytest.mark.parametrize("backend", ["torchvision", "device", "synthetic"
 @pytest.fixture(scope="module")
 def dataset():
     """Noise: every image differs from all others, however it is cropped, and its label is its index."""
-    rng = np.random.default_rng(1)
-    train, valid = (
-        ImageArrays(rng.integers(0, 256, (count, 3, 32, 32), np.uint8), np.arange(count))
-        for count in (NUM_TRAIN, NUM_VALID)
-    )
+    shapes, rng = ((count, 3, 32, 32) for count in (NUM_TRAIN, NUM_VALID)), np.random.default_rng(1)
+    train, valid = (ImageArrays(rng.integers(0, 256, shape, np.uint8), np.arange(shape[0])) for shape in shapes)
     return Dataset("noise", train, valid, tuple(map(str, range(NUM_TRAIN))), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
@@ -145,18 +142,16 @@ def test_backends_agree_with_torchvision(backend, part, crop_flip_angle, build):
     assert_agree(backend, expected, images)
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "padding", "angle"), [(32, 32, 4, 15), (31, 48, 5, 180), (24, 24, 30, 0), (8, 8, 0, 90)]
-)
+@pytest.mark.parametrize(("height", "width", "padding", "angle"), [(32, 32, 4, 15), (31, 48, 5, 180), (24, 24, 30, 0),
+    (8, 8, 0, 90)])  # fmt: skip
 def test_one_gather_equals_torchvision(height, width, padding, angle):
     images = np.random.default_rng(0).integers(0, 256, (300, 3, height, width), np.uint8)
     config = AugmentationConfig(rnd_crop_padding=padding, rnd_rotation_angle=angle)
     sampled = sample_augmentation(config, 1, 2, np.arange(300))
     if angle == 90:  # PIL has shortcuts for right angles
         sampled = replace(sampled, angle=np.arange(300) % 5 * 90.0 - 90)
-    gathered = BatchAugmenter(height, width, CPU)(
-        torch.from_numpy(images), torch.from_numpy(pixel_maps(sampled, height, width))
-    )
+    maps = torch.from_numpy(pixel_maps(sampled, height, width))
+    gathered = BatchAugmenter(height, width, CPU)(torch.from_numpy(images), maps)
     np.testing.assert_array_equal(gathered.numpy(), augment_each(images, sampled))
 
 
@@ -276,10 +271,8 @@ def test_a_worker_ignores_signals_except_sigterm_of_its_trainer():
     assert worker.exitcode == 0
 
 
-@pytest.mark.parametrize(
-    ("cores", "ranks", "quota", "workers", "available"),
-    [(2, 1, inf, 2, 2), (8, 3, inf, 2, 8), (2, 8, inf, 1, 2), (8, 1, 2.5, 2, 2.5), (8, 3, 0.5, 1, 0.5)],
-)
+@pytest.mark.parametrize(("cores", "ranks", "quota", "workers", "available"), [(2, 1, inf, 2, 2), (8, 3, inf, 2, 8),
+    (2, 8, inf, 1, 2), (8, 1, 2.5, 2, 2.5), (8, 3, 0.5, 1, 0.5)])  # fmt: skip
 def test_workers_are_capped_to_the_ranks_part_of_the_cores(cores, ranks, quota, workers, available, build, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
     monkeypatch.setattr(utils.data.build, "cpu_quota", lambda: quota)

@@ -132,9 +132,8 @@ def fused_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(
-    ("model", "layers"), [("resnet8", 6), ("resnet9", 8), ("resnet18", 17), ("resnet50", 49), ("vgg16_bn", 13)]
-)
+@pytest.mark.parametrize(("model", "layers"), [("resnet8", 6), ("resnet9", 8), ("resnet18", 17), ("resnet50", 49),
+    ("vgg16_bn", 13)])  # fmt: skip
 def test_each_network_keeps_its_names_and_its_outputs(tiny, fused_calls, model, layers):
     """In training and evaluation."""
     expected = build_model(tiny(model=model))
@@ -288,9 +287,8 @@ def test_the_triton_kernels_compile_for_an_h100_without_one(tmp_path, monkeypatc
     maps, numbers = ("x", "shortcut", "out", "gradient", "passed", "grad_x"), ("momentum", "eps")
     counts = ("pixels", "channels", "part_pixels", "num_parts")
     kinds = dict.fromkeys(maps, "*bf16") | dict.fromkeys(numbers, "fp32") | dict.fromkeys(counts, "i32")
-    for kernel in (
-        kernels._sum_x, kernels._statistics, kernels._apply, kernels._sum_gradient, kernels._apply_gradient
-    ):  # fmt: skip
+    for name in ("_sum_x", "_statistics", "_apply", "_sum_gradient", "_apply_gradient"):
+        kernel = getattr(kernels, name)
         names = kernel.arg_names
         constants = {"rows": kernels.ROWS, "columns": kernels.COLUMNS, "added": added, "masked": added}
         constants = {name: value for name, value in constants.items() if name in names}

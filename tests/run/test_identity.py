@@ -28,11 +28,9 @@ def test_a_run_with_other_settings_is_not_resumed(tiny, folder, capsys):
     """The folder stays unchanged."""
     before, changes = contents(folder), {"lr": 0.3, "weight_decay": 0.1}
     assert train.main(Arguments(tiny(max_epochs=3, **changes), "tiny", folder, "auto", dry_run=False)) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"error: {folder}: holds a run with other settings: lr 0.1 -> 0.3, weight_decay 0.0005 -> 0.1",
-        f"add to the command: --run-dir DIR for a separate run; or --resume {folder} to continue from its last "
-        "checkpoint with the new values; or --resume never to move it aside and start again",
-    ]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"error: {folder}: holds a run with other settings: lr 0.1 -> 0.3, weight_decay 0.0005 -> 0.1"
+    assert all(f"{option} " in second for option in ("--run-dir DIR", f"--resume {folder}", "--resume never"))
     assert contents(folder) == before
 
 

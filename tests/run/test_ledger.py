@@ -8,9 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.conftest import POLLS
-from tests.conftest import interrupt as interrupt_at
-from tests.conftest import run as train_run
+from tests.conftest import POLLS, interrupt, run
 from tools import runs
 from tools.runs import read_lines
 from train import Trainer
@@ -127,7 +125,7 @@ def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     began = time.time()
     config = tiny(max_epochs=2, log_freq=1, checkpoint_every_steps=3)
     trainer = Trainer(config, one_rank, tmp_path / "run", "tiny", "auto")
-    interrupt_at(trainer, POLLS + 4, Mock(side_effect=KeyboardInterrupt))  # after step 8
+    interrupt(trainer, POLLS + 4, Mock(side_effect=KeyboardInterrupt))  # after step 8
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     metrics = tmp_path / "run/metrics.jsonl"
@@ -136,7 +134,7 @@ def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     metrics.write_text("\n".join([*kept, ""]))  # a killed start writes no "stop"
     before = runs.find_ledger(read_lines(metrics)[0])
     time.sleep(0.5)  # stopped
-    train_run(config, one_rank, tmp_path / "run")
+    run(config, one_rank, tmp_path / "run")
     ledger = runs.find_ledger(read_lines(metrics)[0])
     assert before is not None and ledger is not None and (before.starts, ledger.starts) == (1, 2)
     assert ledger.seconds["stopped"] >= 0.49 and before.wall + 0.49 <= ledger.wall <= time.time() - began

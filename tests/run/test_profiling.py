@@ -58,20 +58,14 @@ GPU = [
     row("cudnn::nchwToNhwcKernel", 400, device="CUDA"),
     row("Memcpy HtoD", 1200, device="CUDA"),
 ]
-RANGE_LINES = [
-    "range host ms share",
-    "iteration 1.000 100.0 %",
-    "data 0.100 10.0 %",
-    "forward/loss/backward 0.500 50.0 %",
-]
+RANGE_LINES = ["range host ms share", "iteration 1.000 100.0 %", "data 0.100 10.0 %"]
+RANGE_LINES += ["forward/loss/backward 0.500 50.0 %"]
 ON_CPU = ["top operators:", "30.0 % aten::convolution_backward", "5.0 % aten::copy_", "1.0 % aten::contiguous"]
 ON_GPU = ["GPU work: 2.00 ms per iteration", "top kernels:", "60.0 % conv", "30.0 % Memcpy HtoD"]
 ON_GPU += ["10.0 % cudnn::nchwToNhwcKernel"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "work", "transposes"), [(HOST, ON_CPU, 6.0), (HOST + GPU, ON_GPU, 10.0)], ids=["CPU", "GPU"]
-)
+@pytest.mark.parametrize(("rows", "work", "transposes"), [(HOST, ON_CPU, 6.0), (HOST + GPU, ON_GPU, 10.0)])
 def test_a_summary_has_the_ranges_the_largest_operators_or_kernels_and_two_shares(rows, work, transposes):
     lines = [" ".join(line.split()) for line in summarise(rows)]
     shares = [f"layout transposes: {transposes} %", "waiting for input: 10.0 %"]

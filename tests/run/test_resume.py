@@ -8,9 +8,7 @@ from functools import cache
 from unittest.mock import Mock
 
 import pytest
-import torch
 
-from tests import conftest
 from tests.conftest import BATCHES, POLLS, ROOT, TINY, as_options, interrupt, read_records, run, stop, tiny_config
 from tests.processes import run_job, wait_until, without_launcher
 from tools.verify_resume import compare
@@ -92,18 +90,6 @@ def test_two_ranks_stopped_exactly_after_an_epochs_last_batch_equal_an_uninterru
             state = read_checkpoint(list_checkpoints(tmp_path / "parts/checkpoints")[0])
             assert (state["epoch"], state["batch"]) == (0, BATCHES)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
-
-
-def test_two_epochs_equal_one_and_a_resumed_one(tiny, one_rank, tmp_path):
-    whole, *_, resumed = (
-        run(tiny(max_epochs=epochs), one_rank, tmp_path / name, resume)
-        for name, epochs, resume in (("whole", 2, "auto"), ("parts", 1, "auto"), ("parts", 2, str(tmp_path / "parts")))
-    )
-    for kind in ("step", "epoch"):
-        parts, undivided = (conftest.without_times(read_records(tmp_path / name, kind)) for name in ("parts", "whole"))
-        assert parts == undivided
-    assert all(map(torch.equal, *(trainer.learner.model.state_dict().values() for trainer in (whole, resumed))))
-    assert whole.learner.steps == resumed.learner.steps == 8
 
 
 def test_an_epoch_that_an_earlier_start_trained_keeps_its_time_and_speed(tiny, one_rank, tmp_path):

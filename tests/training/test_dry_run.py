@@ -14,9 +14,8 @@ from utils.data.datasets.cifar import VERSIONS
 from utils.training.checks.dry_run import activation_bytes_per_image, state_bytes
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"momentum": 0}, {"optimizer": "adamw", "ema_decay": 0.9}, {"opt_level": "O2"}]
-)
+@pytest.mark.parametrize("changes", [{}, {"momentum": 0}, {"optimizer": "adamw", "ema_decay": 0.9},
+    {"opt_level": "O2"}])  # fmt: skip
 def test_the_memory_estimate_counts_all_tensors_after_a_step(tiny, one_rank, changes):
     def size(tensors):
         return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))

@@ -146,9 +146,8 @@ def train(optimizer, parameter, gradients, scaler=None):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(
-    "changes", [{}, {"nesterov": True}, {"optimizer": "adamw"}, {"optimizer": "adamw", "weight_decay_bn_bias": False}]
-)
+@pytest.mark.parametrize("changes", [{}, {"nesterov": True}, {"optimizer": "adamw"},
+    {"optimizer": "adamw", "weight_decay_bn_bias": False}])  # fmt: skip
 def test_sgd_and_adamw_equal_pytorchs(tiny, changes, fused):
     config = tiny(lr=0.03, momentum=0.8, weight_decay=0.3, **changes)
     both = [[nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))] for _ in range(2)]
@@ -203,9 +202,7 @@ def test_a_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny):
     assert torch.equal(*(next(iter(side.state.values()))["momentum_buffer"] for side in (before, after)))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"momentum": 0.0}, {"momentum": 0.9}, {"optimizer": "adamw"}], ids=["no momentum", "momentum", "adamw"]
-)
+@pytest.mark.parametrize("changes", [{"momentum": 0.0}, {"momentum": 0.9}, {"optimizer": "adamw"}], ids=str)
 def test_a_restored_optimizer_updates_in_the_new_memory_format(tiny, changes):
     """enable_nhwc and momentum may change between two starts; the fused kernel ignores strides."""
     (first, second), results = torch.randn(2, 4, 3, 2, 2), []

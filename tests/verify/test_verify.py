@@ -155,9 +155,8 @@ def test_a_weight_that_differed_earlier_is_found_by_the_majority(tmp_path):
 
 def test_a_run_stops_before_it_saves(tmp_path):
     run, settings = tmp_path / "run", {"verify_every_steps": 1, "checkpoint_every_steps": 1}
-    (ended,) = run_job(
-        tmp_path / "job", 1, strike, run, settings, "--strike=activation", "--step=3", "--seed=2", timeout=280
-    )
+    options = ("--strike=activation", "--step=3", "--seed=2")
+    (ended,) = run_job(tmp_path / "job", 1, strike, run, settings, *options, timeout=280)
     assert ended.status == CorruptionError.exit_status == 5
     assert "flipped bit" in ended.output
     assert re.search(r"^error: silent corruption in step 3 on rank 0 \(host .*\): \S+ layer3.* differs", ended.errors)
