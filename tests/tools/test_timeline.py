@@ -42,20 +42,20 @@ def folder(tmp_path):
 
 
 def test_the_median_step_has_its_lanes_in_order(folder):
-    timeline = read_timeline(folder)
-    assert timeline.title == "two-ranks: iteration 3, 6.00 ms: the median length among 4"
-    assert list(timeline.lanes) == [
+    title, _, lanes = read_timeline(folder)
+    assert title == "two-ranks: iteration 3, 6.00 ms: the median length among 4"
+    assert list(lanes) == [
         "data", "zero_grad", "forward/loss/backward", "optimizer.step", "backward pass", "operators", "all-reduces",
         "all-reduces, thread 2",
     ]  # fmt: skip
-    assert timeline.lanes["operators"] == {
+    assert lanes["operators"] == {
         "copy": [(0.1, 0.5)], "convolution": [(1.2, 1.0)], "layout transpose": [(1.3, 0.2)],
         "batch norm": [(2.2, 0.3)], "matrix product": [(2.6, 0.4), (2.7, 0.2)], "communication": [(2.9, 0.05)],
         "optimizer": [(5.2, 0.6)],
     }  # fmt: skip
-    assert timeline.lanes["backward pass"] == {"range": [(2.6, 0.4)]}
+    assert lanes["backward pass"] == {"range": [(2.6, 0.4)]}
     # the one that began in iteration 2, and the one that ends after iteration 3, are cut
-    both = timeline.lanes["all-reduces"]["communication"] + timeline.lanes["all-reduces, thread 2"]["communication"]
+    both = lanes["all-reduces"]["communication"] + lanes["all-reduces, thread 2"]["communication"]
     assert sorted(both) == [(0.0, 0.5), (2.95, 0.7), (3.1, 2.9)]
 
 
@@ -82,13 +82,13 @@ def test_a_gpus_step_lasts_from_its_first_work_to_the_next_steps(tmp_path):
             gpu += length
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": rows}))
-    timeline = read_timeline(path)
-    assert timeline.title == "trace.json: iteration 1, 10.00 ms: the median length among 3"
-    assert list(timeline.lanes) == ["all-reduces", "GPU stream 7"]
-    assert timeline.lanes["GPU stream 7"] == {
+    title, _, lanes = read_timeline(path)
+    assert title == "trace.json: iteration 1, 10.00 ms: the median length among 3"
+    assert list(lanes) == ["all-reduces", "GPU stream 7"]
+    assert lanes["GPU stream 7"] == {
         "convolution": [(0.0, 6.0)], "layout transpose": [(6.0, 0.5)], "optimizer": [(8.5, 1.0)],
     }  # fmt: skip
-    assert timeline.lanes["all-reduces"] == {"communication": [(6.5, 2.0)]}
+    assert lanes["all-reduces"] == {"communication": [(6.5, 2.0)]}
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])

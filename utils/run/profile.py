@@ -4,14 +4,12 @@ Under Nsight Systems only the NVTX ranges are marked, since only one tool can li
 wait for the GPU, which would change the timing.
 """
 
-import gzip
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from utils.training.profiler import Profiler
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
 TRACE_FILE = "rank0.pt.trace.json.gz"  # in the folder profile/ of a run
 # the tutorial's ranges; `iteration 7` counts as `iteration`
 RANGES = ("iteration", "data", "zero_grad", "forward/loss/backward", "optimizer.step", "graph replay")
-GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver")
 # Kernels of cuDNN and PyTorch, and PyTorch's CPU operators, that only change a memory layout. On a CPU, oneDNN reorders
 # inside its convolutions, which a profile does not show.
 TRANSPOSES = re.compile(r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|aten::contiguous$", re.IGNORECASE)
@@ -96,42 +92,3 @@ def summarise(averages: Iterable[Any]) -> list[str]:
     transposes = sum(spent for _, spent, name in work[device] if TRANSPOSES.search(name))
     lines.append(f"layout transposes: {100 * transposes / whole:.1f} %")
     return [*lines, f"waiting for input: {100 * ranges['data'][1] / total:.1f} %"]
-
-
-# ---- reading a trace, for tools.timeline
-
-
-class Event(NamedTuple):
-    """One complete event; times in microseconds."""
-
-    name: str
-    category: str
-    start: float
-    duration: float
-    thread: str
-    launched: float | None  # of GPU work: when the host launched it
-
-    @property
-    def end(self) -> float:
-        return self.start + self.duration
-
-
-def read_trace(path: Path) -> list[Event]:
-    """Return the complete events of a trace, gzipped if it ends in .gz, by start time; of two that start together, the
-    longer one first."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        rows = [{"cat": "", "args": {}} | row for row in json.load(file)["traceEvents"] if row["ph"] == "X"]
-    launches = {row["args"].get("correlation"): row["ts"] for row in rows if row["cat"] in LAUNCHES}
-    events = list[Event]()
-    for row in rows:
-        launched = launches.get(row["args"].get("correlation", "none")) if row["cat"] in GPU_WORK else None
-        thread = f"{row['pid']}/{row['tid']}"
-        events.append(Event(row["name"], row["cat"], row["ts"], row["dur"], thread, launched))
-    return sorted(events, key=lambda event: (event.start, -event.duration))
-
-
-def find_ranges(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """Return the occurrences of each of RANGES by start time."""
-    marked = [(re.sub(r" \d+$", "", event.name), event) for event in events if event.category == "user_annotation"]
-    found = {name: [event for other, event in marked if other == name] for name in RANGES}
-    return {name: occurrences for name, occurrences in found.items() if occurrences}
