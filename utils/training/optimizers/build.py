@@ -30,8 +30,8 @@ def build_optimizer(
     optimizer: torch.optim.Optimizer
     if is_user_code(config.optimizer):
         optimizer = _build_external(config, groups)
-    elif config.optimizer == "muon":  # GRAPHS: capturable counts steps on the device
-        optimizer = Muon(groups, **common, **momentum, orthogonalise=True, capturable=graphed)
+    elif config.optimizer == "muon":
+        optimizer = Muon(groups, **common, **momentum, orthogonalise=True)
     elif config.optimizer == "adamw":
         betas = (config.momentum, ADAM_BETA2)
         optimizer = torch.optim.AdamW(groups, **common, betas=betas, fused=fused or None, capturable=graphed)
@@ -79,23 +79,21 @@ def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter], known
 
 
 def _lay_out_buffers(optimizer: torch.optim.Optimizer) -> None:
-    """Give the buffers of a fused kernel the memory format of their parameters, and start SGD's momentum at zero.
+    """Give buffers the memory format of their parameters, and start the momentum of fused SGD at zero.
 
     PyTorch allocates a missing momentum in the first step, which gives the same result, unless a GradScaler skips that
     step (fp16 overflows at the initial scale of 65536): then the buffer is never written, and the next step reads
     arbitrary memory. A buffer saved in another memory format (`enable_nhwc` may change when a run is resumed) would be
-    added in the wrong order, as the kernel ignores strides.
+    added in the wrong order, as fused kernels ignore strides.
     """
     for group in optimizer.param_groups:
-        moments = ("momentum_buffer",) if group.get("momentum") else ("exp_avg", "exp_avg_sq")
-        for parameter in group["params"] if group.get("fused") else ():
-            state = optimizer.state[parameter]
-            for name in moments:
-                saved = state.get(name)
-                if saved is not None or name == "momentum_buffer":
-                    state[name] = torch.zeros_like(parameter)
-                if saved is not None:
-                    state[name].copy_(saved)
+        for parameter in group["params"]:
+            if group.get("fused") and group.get("momentum"):
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+            state = optimizer.state.get(parameter, {})
+            for name, saved in state.items():
+                if isinstance(saved, Tensor) and saved.shape == parameter.shape:
+                    state[name] = torch.empty_like(parameter, dtype=saved.dtype, device=saved.device).copy_(saved)
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

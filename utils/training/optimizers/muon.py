@@ -24,12 +24,11 @@ MIN_NORM = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates all parameters of a group at once. Options of a group: lr, momentum (beta1 of AdamW), nesterov,
-    weight_decay (decoupled from the gradient), orthogonalise (false: AdamW), capturable (keep learning rate and step
-    counts on the device, for a CUDA graph)."""
+    """Updates all parameters of a group at once. Options of a group: lr (a tensor for a CUDA graph), momentum (beta1 of
+    AdamW), nesterov, weight_decay (decoupled from the gradient), orthogonalise (false: AdamW)."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: float | bool) -> None:
-        super().__init__(parameters, options)
+    def __init__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: Any) -> None:
+        super().__init__(parameters, options | {"capturable": True})  # a restored "step" goes to the parameter's device
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -41,13 +40,12 @@ class Muon(torch.optim.Optimizer):
         return None
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        rate, momentum, captured = group["lr"], group["momentum"], group["capturable"]
+        rate, momentum, gpu = group["lr"], group["momentum"], parameters[0].is_cuda
         if not group["orthogonalise"]:
-            device = parameters[0].device if captured else "cpu"
-            counts = self._states("step", parameters, lambda parameter: torch.zeros((), device=device))
+            counts = self._states("step", parameters, lambda parameter: torch.zeros((), device=parameter.device))
             adamw(
-                parameters, gradients, self._states("mean", parameters), self._states("square", parameters), [],
-                counts, foreach=True, capturable=captured, amsgrad=False, beta1=momentum, beta2=ADAM_BETA2, lr=rate,
+                parameters, gradients, self._states("mean", parameters), self._states("square", parameters), [], counts,
+                foreach=not gpu, fused=gpu, capturable=gpu, amsgrad=False, beta1=momentum, beta2=ADAM_BETA2, lr=rate,
                 weight_decay=group["weight_decay"], eps=ADAMW_EPSILON, maximize=False,
             )  # fmt: skip
             return
@@ -57,10 +55,10 @@ class Muon(torch.optim.Optimizer):
         if group["nesterov"]:
             steps = list(torch._foreach_lerp(gradients, steps, momentum))
         steps = orthogonalise_filters(steps)
-        if captured:  # GRAPHS: the rate stays on the device
+        if isinstance(rate, Tensor):  # GRAPHS: it stays on the device
             torch._foreach_sub_(parameters, torch._foreach_mul(steps, rate))
         else:
-            torch._foreach_add_(parameters, steps, alpha=-float(rate))
+            torch._foreach_add_(parameters, steps, alpha=-rate)
 
     def _states(
         self, name: str, parameters: list[Tensor], start: Callable[[Tensor], Tensor] = torch.zeros_like
