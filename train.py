@@ -312,7 +312,7 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
             raise
         when_saved()
 
-    status = run_ranks(run, config.device, config.rank_timeout_seconds, folder=arguments.run_dir)
+    status = run_ranks(run, config.device, config.rank_timeout_seconds)
     for description in descriptions:
         print(description)
     return status

@@ -15,7 +15,7 @@ from utils.base_config import as_yaml, render
 from utils.config import Config, list_blocks, load_config
 from utils.config.config import section
 from utils.config.messages import allowed, wrong_value
-from utils.distributed.launch import SLURM_FIELDS, fill_in_job, find_launch
+from utils.distributed.launch import fill_in_job, find_launch
 from utils.errors import ConfigError, ExpectedError, complete_output, print_error
 from utils.program import VERSION, Parser, command
 
@@ -55,7 +55,10 @@ def _parse(argv: Sequence[str] | None) -> Arguments:
     options = _parser().parse_args(argv)
     if options.list_configs:
         _print_and_exit(_describe_blocks(options.yaml_config))
-    _fill_in_job(options)
+    for name in ("config", "run_dir", "resume"):
+        if text := getattr(options, name):
+            setattr(options, name, fill_in_job(f"--{name.replace('_', '-')}", text, os.environ))
+    options.set = [fill_in_job("--set", text, os.environ) for text in options.set]
     config = load_config(options.yaml_config, options.config, options.set)
     if options.explain is not None:
         _print_and_exit(_explain_keys(options.explain, config, options.config))
@@ -67,17 +70,6 @@ def _parse(argv: Sequence[str] | None) -> Arguments:
     if run_dir.name in ("", ".."):  # only a folder with a name can be moved aside
         run_dir = run_dir.resolve()
     return Arguments(config, options.config, run_dir, options.resume, options.dry_run)
-
-
-def _fill_in_job(options: argparse.Namespace) -> None:
-    """Replace Slurm's %a, %A and %j. Other percent signs are an error, except in --set, whose values may have any."""
-    for name in ("config", "run_dir", "resume"):
-        if text := getattr(options, name):
-            setattr(options, name, fill_in_job(f"--{name.replace('_', '-')}", text, os.environ))
-    options.set = [
-        fill_in_job("--set", text, os.environ) if any(field in text for field in SLURM_FIELDS) else text
-        for text in options.set
-    ]
 
 
 def report_error(error: ExpectedError) -> int:
@@ -144,8 +136,6 @@ def _parser() -> _Parser:
         help="open the data, build the model, print steps, learning rates and a memory estimate, and exit; "
         "downloads and writes nothing",
     )  # fmt: skip
-    # torch.distributed.launch still passes it; the environment variable LOCAL_RANK holds the same
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 

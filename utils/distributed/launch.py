@@ -87,15 +87,12 @@ def fill_in_job(option: str, text: str, environment: Mapping[str, str]) -> str:
     Raises `ConfigError` naming the `option` outside of such a job."""
 
     def fill_in(match: re.Match[str]) -> str:
-        if match[0] == "%%":
-            return "%"
-        if match[0] not in SLURM_FIELDS:
-            raise ConfigError(f"{option} {text}: {match[0]} is not known; allowed: {', '.join(SLURM_FIELDS)}, %% for %")
-        if not environment.get(variable := SLURM_FIELDS[match[0]]):
+        variable = SLURM_FIELDS.get(match[0], "")
+        if variable and not environment.get(variable):
             raise ConfigError(f"{option} {text}: {match[0]} is {variable}, which is not set here; %% means %")
-        return environment[variable]
+        return environment[variable] if variable else "%"
 
-    return re.sub("%.?", fill_in, text)
+    return re.sub("%[aAj%]", fill_in, text)
 
 
 def was_restarted(environment: Mapping[str, str]) -> bool:

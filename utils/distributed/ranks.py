@@ -50,31 +50,29 @@ SHORTEST_SECONDS = 10.0  # shortest timeout of a barrier: on a busy machine a th
 LOST, UNREACHABLE = 0.8, 0.9  # of the timeout, for a rank and for rank 0: before collectives time out
 LOOPBACK = "127.0.0.1"
 GONE = "killed or stopped, or its node or the network is gone"
-COLLECTIVES = "collectives_"  # + rank: files of PyTorch's flight recorder in the run's folder
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run ended. `message` is empty if it has been printed; after a `hang` every rank writes its collectives."""
+    """How a run ended. `message` is empty if it has been printed."""
 
     status: int
     message: str = ""
-    hang: bool = False
 
 
-def run_ranks(action: Callable[[World], None], device: str, timeout: float, folder: Path | None = None) -> int:
+def run_ranks(action: Callable[[World], None], device: str, timeout: float) -> int:
     """Run `action` as this process's rank and return the exit status, which is the same for all ranks.
 
     A rank waits `timeout` seconds for the others, at the start and in a collective. One rank prints an exception, an
     `ExpectedError` without traceback. With several ranks a failure ends the process, since other threads may hang in a
-    collective. If the ranks hang, their last collectives are written to `folder`.
+    collective.
     """
     launch, peers, outcome, action = Launch(), None, Failure(0), complete_output()(action)
     try:
         launch = find_launch(os.environ)
         _set_threads(launch)
         if launch.world_size > 1:
-            peers = Peers(launch, open_store(launch, timeout), timeout, folder)
+            peers = Peers(launch, open_store(launch, timeout), timeout)
         world = World(launch.rank, launch.local_rank, launch.world_size, choose_device(device, launch.local_rank))
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
@@ -199,8 +197,8 @@ def check_devices(places: Sequence[tuple[str, int, str, str]]) -> None:
 class Peers:
     """All ranks of this run: who they are, whether they live, and which failure was the first."""
 
-    def __init__(self, launch: Launch, store: dist.Store, timeout: float, folder: Path | None) -> None:
-        self.launch, self._store, self._timeout, self._folder = launch, store, timeout, folder
+    def __init__(self, launch: Launch, store: dist.Store, timeout: float) -> None:
+        self.launch, self._store, self._timeout = launch, store, timeout
         self._places: list[tuple[str, int, str, str]] = []  # of each rank: host, process, kind of device, GPU
         self._num_lost = 0
         self._found: Future[Failure] = Future()  # by the thread
@@ -212,10 +210,6 @@ class Peers:
         """Run `action` on every rank; return how the run ended, on the main rank with the message of a stop."""
         self._store_of_thread = self._store.clone()  # opened now: a rank 0 that is lost after `_meet` never answers
         self._meet(world.device)
-        # NCCL's watchdog writes its collectives there before it ends the process; `_read_failure` does it for gloo
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
-        if self._folder is not None:
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder / COLLECTIVES))
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         store, timeout = dist.PrefixStore("group", self._store), timedelta(seconds=self._timeout)
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout)
@@ -332,25 +326,18 @@ class Peers:
         absent = [rank for rank in range(self.launch.world_size) if not self._store.check([f"waits/{rank}"])]
         reason = f"{self._name(absent)} did not call it" if absent else "the ranks called different ones"
         message = f"a collective has not ended within {self._timeout:g} s (rank_timeout_seconds): {reason}"
-        kept = self._folder is not None and self._folder.is_dir()
-        where = f"; each rank's last ones: {self._folder}/{COLLECTIVES}*.json" if kept else ""
-        return Failure(1, f"error: rank {self.launch.rank}: {message}, or the network is broken{where}", hang=True)
+        return Failure(1, f"error: rank {self.launch.rank}: {message}, or the network is broken")
 
     def _claim(self, store: dist.Store, failure: Failure) -> Failure:
         """Make this the run's failure and print it; if another one was first, return that."""
-        mine = json.dumps([failure.status, failure.hang, os.urandom(8).hex()])  # unique, as two ranks may fail alike
+        mine = f"{failure.status} {os.urandom(8).hex()}"  # unique, as two ranks or threads may fail alike
         if store.compare_set("failure", "", mine).decode() == mine and failure.message:
             print_error(failure.message)
         return self._read_failure(store)
 
     def _read_failure(self, store: dist.Store) -> Failure:
-        """Return the run's failure, which has been printed; after a hang, write this rank's last collectives."""
-        status, hang, _ = json.loads(store.get("failure"))
-        if hang and self._folder is not None:
-            with suppress(Exception):  # the message has been printed
-                recorded = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
-                (self._folder / f"{COLLECTIVES}{self.launch.rank}.json").write_bytes(recorded)
-        return Failure(status)
+        """Return the run's failure, which has been printed."""
+        return Failure(int(store.get("failure").split()[0]))
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this process after an exception in the main thread, with the status of the run's first failure."""
