@@ -6,8 +6,8 @@ summed. An odd factor has an inverse, so a change of one word always changes the
 swaps included, cancel by chance only, with a probability of at most about 2^-32.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 CHUNK = 2**20  # numbers at once; bounds the memory of factors and products
 CHUNK_FACTOR = 0x1E3779B97F4A7C15  # odd
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of a number
-WORKING_BYTES = 2 * 8 * CHUNK  # factors and products
 
 
 @cache
@@ -38,72 +37,46 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def take_fingerprints(tensors: Mapping[str, Tensor], taken: Mapping[str, Tensor] | None = None) -> dict[str, int]:
-    """Return the fingerprint of each tensor, after those `taken`; waits for the device once."""
-    scalars = dict(taken or {}) | {name: fingerprint(tensor) for name, tensor in tensors.items()}
+    """Return the fingerprint of each tensor, then those `taken` before; waits for the device once."""
+    scalars = {name: fingerprint(tensor) for name, tensor in tensors.items()} | dict(taken or {})
     device = next(iter(scalars.values())).device  # of the first: AdamW may count its steps on the host
     values = torch.stack([scalar.to(device) for scalar in scalars.values()]).tolist()
     return dict(zip(scalars, values, strict=True))
 
 
-class StepRecorder:
-    """Fingerprints taken inside a step: of each layer's output, in the order of the forward pass, and of this rank's
-    gradients before the all-reduce, the last parameter's first. Several micro-batches give one fingerprint.
+class GradientRecorder:
+    """Fingerprints of this rank's gradients before the all-reduce, the last parameter's first, taken inside a step.
 
-    Hooks take them, which exist in recorded steps only. A CUDA graph runs no Python when it is replayed, so those of
-    gradients must exist in its capture: with `graphed` they always do. Layers of captured and compiled steps have none.
+    Hooks take them, which exist in recorded steps only. A CUDA graph runs no Python when it is replayed, so they must
+    exist in its capture: with `graphed` they always do.
     """
 
-    def __init__(self, model: nn.Module, *, graphed: bool, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, *, graphed: bool) -> None:
         self.graphed = graphed
-        self.layers = {} if graphed or compiled else find_layers(model)
-        self.outputs: dict[str, Tensor] = {}
         self.parameters = [(name, value) for name, value in model.named_parameters() if value.requires_grad][::-1]
         device = next(model.parameters()).device
         self.gradients = torch.zeros(len(self.parameters), dtype=torch.int64, device=device)
         factors(device)  # before a capture, whose allocations do not outlive it
         if graphed:
-            self._watch_gradients(ExitStack())
+            self._watch()
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self) -> ExitStack:
         """Record the step in the `with` block."""
-        self.outputs = {}
-        with ExitStack() as hooks:
-            for name, layer in self.layers.items():
-                hooks.enter_context(layer.register_forward_hook(partial(self._record_output, f"output {name}")))
-            if not self.graphed:
-                self._watch_gradients(hooks)
-            yield
+        return ExitStack() if self.graphed else self._watch()
 
     def read(self, results: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the fingerprints of the recorded step, those of its other `results` before the gradients; waits for
-        the device."""
+        """Return the fingerprints of the step's other `results` and of the gradients; waits for the device."""
         gradients = {f"gradient {name}": bits for (name, _), bits in zip(self.parameters, self.gradients, strict=True)}
-        return take_fingerprints(results, self.outputs) | take_fingerprints({}, gradients)
+        return take_fingerprints(results, gradients)
 
-    def _watch_gradients(self, hooks: ExitStack) -> None:
+    def _watch(self) -> ExitStack:
+        hooks = ExitStack()
         for bits, (_, parameter) in zip(self.gradients, self.parameters, strict=True):
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(_record_gradient, bits)))
-
-    def _record_output(self, name: str, layer: nn.Module, inputs: object, output: object) -> None:
-        if not isinstance(output, Tensor):
-            return
-        if output.is_contiguous(memory_format=torch.channels_last):
-            output = output.permute(0, 2, 3, 1)  # in the order of the memory, so that it is not copied
-        self.outputs[name] = self.outputs.get(name, 0) * CHUNK_FACTOR + fingerprint(output)
+        return hooks
 
 
 def _record_gradient(bits: Tensor, parameter: Tensor) -> None:
     """Called with the gradient summed over the micro-batches so far, before DDP averages it over the ranks."""
     if parameter.grad is not None:
         bits.copy_(fingerprint(parameter.grad))
-
-
-def find_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts that the network's forward pass calls by name: its children, or their items if they are lists
-    of modules. In a ResNet these are the stem's layers, the residual blocks and the head."""
-    found: dict[str, nn.Module] = {}
-    for name, child in model.named_children():
-        listed = isinstance(child, nn.Sequential | nn.ModuleList)
-        found |= {f"{name}.{item}": layer for item, layer in find_layers(child).items()} if listed else {name: child}
-    return found

@@ -19,7 +19,7 @@ from utils.program import command
 from utils.training.config import TrainingConfig
 from utils.training.learner import Learner
 from utils.training.step import GraphedUpdate
-from utils.verify.fingerprints import StepRecorder, take_fingerprints
+from utils.verify.fingerprints import GradientRecorder, take_fingerprints
 from utils.verify.step_state import Snapshot, own_tensors, shared_tensors
 
 FIRST_STEPS = 3  # of each start: one creates the optimizer's state, the next reads it, the third is like all later ones
@@ -45,8 +45,7 @@ class Verifier:
 
     def __init__(self, learner: Learner, world: World) -> None:
         self.learner, self.config, self.world = learner, learner.config, world
-        plan = learner.plan
-        self.recorder = StepRecorder(learner.model, graphed=plan.graphed, compiled=plan.compiled)
+        self.recorder = GradientRecorder(learner.model, graphed=learner.plan.graphed)
         self.checked, self.seconds = 0, 0.0  # steps and seconds of their checks, since the last remarks
         self._trained_to, self._first_steps = -1, 0  # number of the last step; first steps that are still to be checked
 
@@ -88,7 +87,7 @@ class Verifier:
         """Run the step once; return fingerprints of this rank's own tensors and of those that all ranks share."""
         with self.recorder.recorded():
             self.learner.train_step(images, labels)
-        own = take_fingerprints({"images": images, "labels": labels}) | self.recorder.read(own_tensors(self.learner))
+        own = self.recorder.read({"images": images, "labels": labels} | own_tensors(self.learner))
         return own, take_fingerprints(shared_tensors(self.learner))
 
 
@@ -105,8 +104,7 @@ def describe_device(world: World) -> str:
 def describe_fault(step: int, ranks: Sequence[Evidence]) -> str:
     """Return the message of the error that ends the run; `step` counts from 1.
 
-    Causes are checked before their effects: a wrong output changes its rank's gradients, and by the all-reduce the
-    result on all ranks."""
+    Causes are checked before their effects: by the all-reduce, one wrong gradient changes the result on all ranks."""
     how, remedy = "differs between two repetitions of the step", "start the same command again"
     faulty = [rank for rank, seen in enumerate(ranks) if seen.own]
     if faulty:
