@@ -11,7 +11,7 @@ from tests.conftest import plan_on
 from utils.training.learner import Learner
 from utils.training.optimizers import muon
 from utils.training.optimizers.build import build_optimizer
-from utils.training.optimizers.muon import ADAMW_RMS, COEFFICIENTS, NEWTON_SCHULZ_STEPS, orthogonalise
+from utils.training.optimizers.muon import ADAMW_RMS, COEFFICIENTS, orthogonalise
 
 RATES = [0.01, 0.02, 0.01]
 SHAPES = {"convolution": (8, 4, 3, 3), "same shape": (8, 4, 3, 3), "tall": (30, 2, 3, 3), "head": (5, 8), "norm": (8,)}
@@ -52,16 +52,17 @@ def start():
     return [nn.Parameter(torch.from_numpy(rng.normal(size=shape).astype(np.float32))) for shape in SHAPES.values()]
 
 
+@pytest.mark.parametrize(("name", "steps"), [("muon", 5), ("muon/3", 3)])
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("decay_vectors", [False, True])
-def test_convolutions_train_as_pytorchs_muon_and_other_parameters_as_its_adamw(tiny, nesterov, decay_vectors):
+def test_convolutions_train_as_pytorchs_muon_and_others_as_its_adamw(tiny, nesterov, decay_vectors, name, steps):
     options = {"lr": 0.01, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
     parameters = start()
-    optimizer = build_optimizer(tiny(optimizer="muon", weight_decay_bn_bias=decay_vectors, **options), parameters)
+    optimizer = build_optimizer(tiny(optimizer=name, weight_decay_bn_bias=decay_vectors, **options), parameters)
     ours = trained(optimizer, parameters)
 
     theirs = [nn.Parameter(p.detach().flatten(1) if p.ndim > 2 else p.detach()) for p in start()]
-    theirs_muon = torch.optim.Muon(theirs[:3], **options, adjust_lr_fn="match_rms_adamw")
+    theirs_muon = torch.optim.Muon(theirs[:3], **options, ns_steps=steps, adjust_lr_fn="match_rms_adamw")
     vectors = {"params": theirs[4:], "weight_decay": 0.1 if decay_vectors else 0.0}
     adamw = torch.optim.AdamW([{"params": theirs[3:4]}, vectors], lr=0.01, betas=(0.9, 0.999), weight_decay=0.1)
     groups = [*theirs_muon.param_groups, *adamw.param_groups]
@@ -73,16 +74,17 @@ def test_convolutions_train_as_pytorchs_muon_and_other_parameters_as_its_adamw(t
 
 
 @pytest.mark.parametrize("shape", [(16, 144), (200, 27)])
-def test_orthogonalise_equals_jordans_iteration_in_float64(shape):
+@pytest.mark.parametrize("steps", [3, 5])
+def test_orthogonalise_equals_jordans_iteration_in_float64(shape, steps):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     x = (matrix.mT if shape[0] > shape[1] else matrix).double()
     x = x / x.norm()
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    for _ in range(steps):
         square = x @ x.mT
         x = COEFFICIENTS[0] * x + (COEFFICIENTS[1] * square + COEFFICIENTS[2] * square @ square) @ x
     expected = (x.mT if shape[0] > shape[1] else x) * ADAMW_RMS * max(shape) ** 0.5
     others = torch.stack([torch.zeros(shape), matrix, 1000 * matrix.flip(0)])  # each is scaled by itself
-    orthogonal = orthogonalise(others)
+    orthogonal = orthogonalise(others, steps)
     torch.testing.assert_close(orthogonal[1].double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(orthogonal[2], orthogonal[1].flip(0), rtol=1e-4, atol=1e-5)
     assert not orthogonal[0].any()
@@ -91,6 +93,6 @@ def test_orthogonalise_equals_jordans_iteration_in_float64(shape):
 def test_the_iteration_in_bf16_keeps_the_singular_values_of_float32():
     matrices = torch.randn(2, 64, 576, generator=torch.Generator().manual_seed(0))
     matrices /= matrices.norm(dim=(1, 2), keepdim=True)
-    expected = torch.linalg.svdvals(muon.newton_schulz_by_squares(matrices))
-    found = torch.linalg.svdvals(muon.newton_schulz(matrices.bfloat16()).float())
+    expected = torch.linalg.svdvals(muon.newton_schulz_by_squares(matrices, 5))
+    found = torch.linalg.svdvals(muon.newton_schulz(matrices.bfloat16(), 5).float())
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0)

@@ -12,6 +12,7 @@ Auto = Literal["auto", True, False]
 CpuKernel = Literal["winograd", "weight_products", "keep_memory"]
 ExtraOpt = Literal["fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark"]
 HAVE_FUSED_KERNEL = ("sgd", "adamw")
+OPTIMIZER_FORMS = {"muon/N": r"^muon/[1-9]$", **FORMS}
 LR_SCALE_RULES = {"sqrt/N": r"^sqrt/[1-9]\d{0,8}$", "linear/N": r"^linear/[1-9]\d{0,8}$"}
 ScheduleName = Annotated[
     str, OneOf(("plateau", "onecycle", "cosine", "linear", "constant"), {"plateau/N": r"^plateau/\d{1,9}$"})
@@ -24,9 +25,10 @@ ImageSize = Annotated[
 class OptimizerConfig(SharedConfig):
     """optimizer"""
 
-    optimizer: Annotated[str, OneOf(("sgd", "adamw", "muon"), FORMS), KeyFlag.FIXED_ON_RESUME] = "sgd"
+    optimizer: Annotated[str, OneOf(("sgd", "adamw", "muon"), OPTIMIZER_FORMS), KeyFlag.FIXED_ON_RESUME] = "sgd"
     """sgd with momentum, adamw, muon, timm:NAME, or a function of your own. muon orthogonalises the updates of
-    convolutions and trains all other parameters as adamw does. A usual lr is 0.001 for adamw, 0.03 for muon."""
+    convolutions in 5 Newton-Schulz steps, muon/N in N, and trains all other parameters as adamw does. A usual lr is
+    0.001 for adamw, 0.03 for muon."""
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     """Peak learning rate, before lr_scale_rule."""
     lr_scale_rule: Annotated[str, OneOf(("none",), LR_SCALE_RULES)] = "none"
@@ -47,9 +49,19 @@ class OptimizerConfig(SharedConfig):
     def _check_optimizer(self) -> "OptimizerConfig":
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov is true, but momentum is 0; it needs momentum above 0")
-        if self.nesterov and self.optimizer not in ("sgd", "muon"):
+        if self.nesterov and self.optimizer_kind not in ("sgd", "muon"):
             raise ValueError(f"nesterov is true, which optimizer {self.optimizer} does not have; use nesterov=false")
         return self
+
+    @property
+    def optimizer_kind(self) -> str:
+        """`optimizer` without its number."""
+        return self.optimizer.partition("/")[0]
+
+    @property
+    def newton_schulz_steps(self) -> int:
+        """Steps in which muon orthogonalises an update; the default is Jordan's."""
+        return int(self.optimizer.partition("/")[2] or 5)
 
     @property
     def peak_lr(self) -> float:

@@ -111,7 +111,7 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
         this, level = "processor" if device.type == "cpu" else "GPU", "O0"
         remark = f": enable_amp has no effect, this {this} has no bf16 kernels; amp_dtype=bf16 with true forces it"
     scale = config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None)
-    if level == "O3" and fp16 and config.optimizer in ADAPTIVE:
+    if level == "O3" and fp16 and config.optimizer_kind in ADAPTIVE:
         why = "in fp16 it would divide by squares of small gradients, which are 0"
         raise ConfigError(f"optimizer {config.optimizer} with opt_level O3 needs amp_dtype bf16 or opt_level O2; {why}")
     if level == "O3" and scale is not None:

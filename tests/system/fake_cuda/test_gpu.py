@@ -102,9 +102,9 @@ def test_a_graph_is_captured_anew_for_each_image_size(tiny, gpu):
 )
 def test_muon_orthogonalises_in_bf16():
     matrices = torch.randn(2, 8, 25, generator=torch.Generator().manual_seed(0))
-    found = orthogonalise(matrices.cuda()) / (ADAMW_RMS * 5)
+    found = orthogonalise(matrices.cuda(), 5) / (ADAMW_RMS * 5)
     torch.testing.assert_close(found, found.bfloat16().float(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(found.cpu(), orthogonalise(matrices) / (ADAMW_RMS * 5), rtol=0.1, atol=0.02)
+    torch.testing.assert_close(found.cpu(), orthogonalise(matrices, 5) / (ADAMW_RMS * 5), rtol=0.1, atol=0.02)
 
 
 # other optimizers update differently: only their graphs have a reference

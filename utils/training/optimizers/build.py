@@ -30,8 +30,8 @@ def build_optimizer(
     optimizer: torch.optim.Optimizer
     if is_user_code(config.optimizer):
         optimizer = _build_external(config, groups)
-    elif config.optimizer == "muon":
-        optimizer = Muon(groups, **common, **momentum, orthogonalise=True)
+    elif config.optimizer_kind == "muon":
+        optimizer = Muon(groups, **common, **momentum, orthogonalise=config.newton_schulz_steps)
     elif config.optimizer == "adamw":
         betas = (config.momentum, ADAM_BETA2)
         optimizer = torch.optim.AdamW(groups, **common, betas=betas, fused=fused or None, capturable=graphed)
@@ -63,10 +63,10 @@ def _build_external(config: SpeedConfig, groups: list[dict[str, Any]]) -> torch.
 def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter], known: set[int]) -> list[dict[str, Any]]:
     """Group the parameters by their treatment. Vectors are BatchNorm's parameters and biases. `known`: the ids of
     convolutions' parameters."""
-    muon = config.optimizer == "muon"
+    muon = config.optimizer_kind == "muon"
     if config.weight_decay_bn_bias and not muon:
         return [{"params": parameters}]
-    adamw = {"orthogonalise": False} if muon else {}
+    adamw = {"orthogonalise": 0} if muon else {}
     vectors: dict[str, Any] = {"params": [parameter for parameter in parameters if parameter.ndim <= 1]} | adamw
     if not config.weight_decay_bn_bias:
         vectors["weight_decay"] = 0.0

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration; Jordan's, as their number of steps
-NEWTON_SCHULZ_STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's, of the Newton-Schulz iteration
 ADAMW_RMS = 0.2  # root mean square of AdamW's usual update at a learning rate of 1: Liu et al., section 2.2
 ADAMW_EPSILON = 1e-8
 ADAM_BETA2 = 0.999  # default of Kingma and Ba, and of PyTorch
@@ -25,7 +24,7 @@ MIN_NORM = 1e-7
 
 class Muon(torch.optim.Optimizer):
     """Updates all parameters of a group at once. Options of a group: lr (a tensor for a CUDA graph), momentum (beta1 of
-    AdamW), nesterov, weight_decay (decoupled from the gradient), orthogonalise (false: AdamW)."""
+    AdamW), nesterov, weight_decay (decoupled from the gradient), orthogonalise (Newton-Schulz steps; 0: AdamW)."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: Any) -> None:
         super().__init__(parameters, options | {"capturable": True})  # a restored "step" goes to the parameter's device
@@ -54,7 +53,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(steps, gradients, 1 - momentum)
         if group["nesterov"]:
             steps = list(torch._foreach_lerp(gradients, steps, momentum))
-        steps = orthogonalise_filters(steps)
+        steps = orthogonalise_filters(steps, group["orthogonalise"])
         if isinstance(rate, Tensor):  # GRAPHS: it stays on the device
             torch._foreach_sub_(parameters, torch._foreach_mul(steps, rate))
         else:
@@ -70,8 +69,8 @@ class Muon(torch.optim.Optimizer):
         return [self.state[parameter][name] for parameter in parameters]
 
 
-def orthogonalise_filters(filters: list[Tensor]) -> list[Tensor]:
-    """Orthogonalise each [out, in, height, width] as a matrix; filters of equal shape are one batch of matrices.
+def orthogonalise_filters(filters: list[Tensor], steps: int) -> list[Tensor]:
+    """`orthogonalise` each [out, in, height, width] as a matrix; filters of equal shape are one batch of matrices.
 
     ResNet50's 53 convolutions have 20 shapes: fewer, larger kernels on a GPU, and the same time on two CPU cores.
     """
@@ -80,15 +79,15 @@ def orthogonalise_filters(filters: list[Tensor]) -> list[Tensor]:
         same_shape.setdefault(one.shape, []).append(number)
     results = list(filters)
     for shape, numbers in same_shape.items():
-        batch = orthogonalise(torch.stack([filters[number].flatten(1) for number in numbers]))
+        batch = orthogonalise(torch.stack([filters[number].flatten(1) for number in numbers]), steps)
         for number, matrix in zip(numbers, batch, strict=True):
             results[number] = matrix.reshape(shape)
     return results
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
+def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
     """[N, rows, columns] -> nearly U V' of each singular value decomposition U S V', scaled to the size of AdamW's
-    update. All but the smallest singular values end near 1, between 0.6 and 1.2.
+    update. After five steps all but the smallest singular values are near 1, between 0.6 and 1.2.
 
     In bf16 on a GPU with tensor cores for bf16, as in torch.optim.Muon; elsewhere in float32: on a CPU without kernels
     for bf16 its products are up to 90 times slower.
@@ -97,28 +96,28 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     x = (matrices.mT if rows > columns else matrices).float()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=MIN_NORM)
     if x.is_cuda and torch.cuda.is_bf16_supported(including_emulation=False):
-        x = newton_schulz(x.bfloat16())
+        x = newton_schulz(x.bfloat16(), steps)
     else:
-        x = newton_schulz_by_squares(x)
+        x = newton_schulz_by_squares(x, steps)
     return (x.mT if rows > columns else x).to(matrices.dtype) * (ADAMW_RMS * math.sqrt(max(rows, columns)))
 
 
-def newton_schulz(x: Tensor) -> Tensor:
+def newton_schulz(x: Tensor, steps: int) -> Tensor:
     """Jordan's iteration: x becomes a x + (b x x' + c (x x')^2) x. It corrects the rounding of its earlier steps."""
     first, second, third = COEFFICIENTS
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    for _ in range(steps):
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=second, alpha=third), x, beta=first)
     return x
 
 
-def newton_schulz_by_squares(x: Tensor) -> Tensor:
+def newton_schulz_by_squares(x: Tensor, steps: int) -> Tensor:
     """The same iteration, faster in float32 on a CPU: the polynomials of the square x x' are multiplied together,
     and x, usually much wider, only once, by their product. bf16 would lose the smallest singular values."""
     first, second, third = COEFFICIENTS
     square, one = x @ x.mT, torch.eye(x.shape[1], device=x.device)
     factors: list[Tensor] = []
-    for _ in range(NEWTON_SCHULZ_STEPS):
+    for _ in range(steps):
         if factors:
             square = factors[-1] @ square @ factors[-1]
         factors.append(torch.baddbmm(square, square, square, beta=second, alpha=third).add_(one, alpha=first))
