@@ -199,7 +199,6 @@ CHANGES = {
 
 @pytest.fixture
 def other(tmp_path):
-    """A small folder of images to be changed, and its settings."""
     folder = make_folders(tmp_path / "data", ("ant", "bee"), 4, 4, 16, ".bmp")
     keys = {"dataset": "imagefolder", "num_classes": 2, "image_size": 16, "batch_size": 4}
     return folder, partial(tiny_config, data_path=str(folder), **keys)

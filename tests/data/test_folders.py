@@ -41,7 +41,6 @@ def small(tmp_path_factory):
 
 @pytest.fixture
 def copy(small, tmp_path):
-    """A copy of `small` to be changed."""
     return Path(shutil.copytree(small, tmp_path / "data"))
 
 

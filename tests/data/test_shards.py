@@ -26,7 +26,6 @@ def config(tiny):
 
 
 def assert_equal_batches(ours, theirs, epoch=0):
-    """Compare the loaders of two builds."""
     for loaders in ((ours.train, theirs.train), (ours.valid, theirs.valid)):
         (images, labels), (other_images, other_labels) = (everything(loader, epoch) for loader in loaders)
         assert torch.equal(images, other_images) and torch.equal(labels, other_labels) and len(labels) > 3

@@ -20,7 +20,7 @@ import utils.distributed.ranks
 import utils.distributed.world
 import utils.training.batches
 from models import build_model
-from tests.conftest import plan_on, read_records, tiny_config
+from tests.conftest import read_records, tiny_config
 from tests.processes import complaints, run_job
 from utils.config.command_line import Arguments
 from utils.data.loader import AugmentedImages, DeviceLoader
@@ -313,14 +313,6 @@ def test_a_micro_batch_is_no_larger_than_the_ranks_share():
     assert str(divide_batch(BATCH, 4, 3)) == "24 = 4 rank(s) x 2 accumulated x 3 images"
     with pytest.raises(ConfigError, match="micro_batch_size 4 does not divide the 6 images of each of 4 ranks"):
         divide_batch(BATCH, 4, 4)
-
-
-def test_dataparallel_has_settings_of_several_gpus_only():
-    """test_contradictory_settings_are_refused has the settings that dataparallel refuses."""
-    for allowed in ({"enable_amp": True}, {"opt_level": "O1"}, {"amp_dtype": "bf16", "opt_level": "O2"}):
-        configuration(parallel="dataparallel", **allowed)
-    automatic = {"enable_cuda_graphs": "auto", "enable_compile": "auto", "enable_extra_opts": True}
-    assert not plan_on(configuration(parallel="dataparallel", **automatic), "cuda").compiled
 
 
 @pytest.mark.parametrize(("ranks", "enabled", "kind"), [(2, False, nn.BatchNorm2d), (1, True, nn.BatchNorm2d),

@@ -207,7 +207,6 @@ def launch(*command, **variables):
 
 @pytest.fixture
 def program(tmp_path):
-    """The file with PROGRAM."""
     (tmp_path / "program.py").write_text(PROGRAM)
     return str(tmp_path / "program.py")
 

@@ -33,7 +33,6 @@ def test_a_rank_is_slow_by_the_median_of_the_others(steps, slow):
 
 
 def running():
-    """Return the clock of a run in its loop."""
     clock = Clock()
     clock.switch("train")
     return clock

@@ -157,7 +157,6 @@ def test_layers_it_replaces(tiny, monkeypatch):
 
 
 def test_a_network_without_fitting_layers_or_a_missing_compiler_is_an_error(tiny, monkeypatch):
-    """With auto a note."""
     on, auto = tiny(**ON), tiny(**ON | {"cpu_kernels": "auto"})
     others = nn.Sequential(
         nn.Conv2d(3, 512, 3, padding=1), nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3, padding=1, stride=2),

@@ -103,7 +103,6 @@ def test_the_cpu_kernels_give_the_same_bits_with_any_number_of_threads():
 
 
 def test_other_inputs_weights_and_layers_are_pytorchs():
-    """The same bits."""
     x, shortcut, _ = make_inputs((2, 6, 4, 4))
     without = make_norm(6)
     without.momentum = None
@@ -135,7 +134,6 @@ def fused_calls(monkeypatch):
 @pytest.mark.parametrize(("model", "layers"), [("resnet8", 6), ("resnet9", 8), ("resnet18", 17), ("resnet50", 49),
     ("vgg16_bn", 13)])  # fmt: skip
 def test_each_network_keeps_its_names_and_its_outputs(tiny, fused_calls, model, layers):
-    """In training and evaluation."""
     expected = build_model(tiny(model=model))
     if model == "vgg16_bn":
         expected = expected.features

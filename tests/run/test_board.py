@@ -64,7 +64,6 @@ def test_a_run_has_scalars_by_epoch_step_and_second_texts_and_pictures(run):
 
 
 def test_hparams_have_a_row_of_settings_and_results(run):
-    """Four settings, the other changes from default as one text, and the results."""
     from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
     from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
     from tensorboard.context import RequestContext

@@ -149,7 +149,6 @@ def test_another_model_batch_or_order_is_refused_with_what_differs(tiny):
 
 
 def test_other_tensors_are_refused_by_name(tiny, one_rank, folder):
-    """Tensors of another network, and an optimizer with other groups of parameters."""
     before, trainer = contents(folder), train.Trainer(tiny(max_epochs=3), one_rank, folder)
     momentum = next(iter(trainer.learner.optimizer.param_groups))["params"]
     momentum[0], momentum[1] = momentum[1], momentum[0]

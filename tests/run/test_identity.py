@@ -25,7 +25,6 @@ FREE = {
 
 
 def test_a_run_with_other_settings_is_not_resumed(tiny, folder, capsys):
-    """The folder stays unchanged."""
     before, changes = contents(folder), {"lr": 0.3, "weight_decay": 0.1}
     assert train.main(Arguments(tiny(max_epochs=3, **changes), "tiny", folder, "auto", dry_run=False)) == 2
     first, second = capsys.readouterr().err.splitlines()

@@ -43,7 +43,6 @@ def test_a_restarted_job_waits_for_its_earlier_start(start, monkeypatch):
 
 @pytest.mark.parametrize("restarts", [1, 0], ids=["too long", "first"])
 def test_the_error_for_other_starts_names_the_holder_and_the_folder_stays(start, tmp_path, restarts):
-    """A restarted job whose patience has run out, and a first start."""
     earlier, began, before = start(0), time.monotonic(), sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=f"{HOLDER}, of the job 7; wait for it or choose"):
         start(restarts, resume="never")

@@ -48,7 +48,6 @@ def test_the_energy_is_that_of_the_gpu_with_pytorchs_uuid(monkeypatch):
 
 
 def test_flops_are_counted_without_computing(tiny):
-    """And without changing network, gradients or random state."""
     model = build_model(tiny(model="resnet50", num_classes=100, dataset="cifar100"), 32).train()
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     assert flops_per_image(model, (3, 32, 32)) == pytest.approx(7.82e9, rel=0.005)

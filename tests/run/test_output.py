@@ -29,7 +29,6 @@ def command(line):
 
 
 def ended(words, stdout=subprocess.PIPE, text=True, **variables):
-    """Run a command to its end."""
     pipes = {"stdout": stdout, "stderr": subprocess.PIPE}
     environment = without_launcher(os.environ) | variables
     return subprocess.run(words, cwd=ROOT, env=environment, text=text, check=False, **pipes)

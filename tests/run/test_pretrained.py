@@ -1,7 +1,6 @@
 """`pretrained`: a new run starts from the weights of each kind of file, and a file that does not fit is refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -134,25 +133,3 @@ def test_two_ranks_start_from_the_file_that_one_of_them_reads(tmp_path, other):
     assert [process.status for process in ended] == [0, 0], ended[0].errors
     for rank in (0, 1):
         assert torch.equal(torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True), other["conv1.weight"])
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_own_network_is_exported_without_its_code(tiny, one_rank, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "exported_net.py").write_text(
-        "from torch import nn\n\n"
-        "class Branches(nn.Linear):\n"
-        "    def forward(self, images):\n"
-        "        return super().forward((images if images.sum() > 1e9 else -images).flatten(1))\n\n"
-        "plain = lambda num_classes: nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes))\n"
-        "branches = lambda num_classes: Branches(3072, num_classes)\n"
-    )
-    for name, status in (("plain", 0), ("branches", 1)):
-        Trainer(tiny(model=f"exported_net:{name}", max_epochs=1), one_rank, tmp_path / name).train()
-        assert export.main([str(tmp_path / name)]) == status
-    program = torch.export.load(tmp_path / "plain/export/model.pt2").module()
-    assert program(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape == (2, 10)
-    error = capsys.readouterr().err
-    assert "torch.export cannot follow the network; nothing was written: " in error
-    assert f"{tmp_path}/exported_net.py:5: return super().forward" in error

@@ -26,7 +26,6 @@ SHORT = TINY | {"limit_valid_batches": None, "log_to_screen": False}
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of train(), in a folder of its own."""
     return api.train("quickstart", run_dir=tmp_path_factory.mktemp("runs") / "run", **SHORT)
 
 

@@ -54,12 +54,7 @@ def test_docs_have_the_tables_that_the_command_prints_and_count_their_errors(cap
     used, _, unused = capsys.readouterr().out.removeprefix("used for the model:\n").partition("\nnot used:\n")
     assert used in PAGE and unused in PAGE
     errors = [[float(row.split(" | ")[4]) for row in table.splitlines()[2:]] for table in (used, unused)]
-    assert [round(error) for error in errors[0] if abs(error) > 5] == [7, 11, 14]
-    assert "Three errors are above 5 points: 7, 11 and 14." in PAGE
-    assert [error for error in errors[1] if abs(error) > 5] == [-21.4, 13.1] and len(errors[1]) == 6
-    assert "3,584 GPUs: -21.4 points" in PAGE and "JUWELS: +13.1 points" in PAGE
-    assert "Of all eighteen errors twelve are positive" in PAGE
-    assert (len(errors[0]), sum(error > 0 for error in [*errors[0], *errors[1]])) == (12, 12)
+    assert [[error for error in part if abs(error) > 5] for part in errors] == [[7.1, 11.4, 13.9], [-21.4, 13.1]]
 
 
 @pytest.fixture

@@ -60,7 +60,6 @@ def cut(path):
 
 
 def plant_link(path):
-    """Write an archive with a link to another folder."""
     with tarfile.open(path, "w:gz") as tar:
         info = tarfile.TarInfo("cifar-100-python")
         info.type, info.linkname = tarfile.SYMTYPE, "/tmp"

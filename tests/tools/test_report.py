@@ -33,7 +33,6 @@ def without_scripts(page):
 
 
 def traces(page):
-    """Return the traces of the figure."""
     start = re.search(r'Plotly\.newPlot\(\s*"curves",\s*', page).end()
     return json.JSONDecoder().raw_decode(page[start:])[0]
 

@@ -15,7 +15,6 @@ from utils.training.optimizers.schedule import Schedule
 
 
 def factors(steps_per_epoch=1, **keys):
-    """The factors of all steps of a run with these settings."""
     schedule = Schedule(Config(**keys), steps_per_epoch)
     return [schedule.factor(step) for step in range(schedule.total_steps)]
 

@@ -1,6 +1,7 @@
 """A user's own network and dataset: they train like the project's; errors name the user's line."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 import train
 from models import build_model
 from tests.conftest import run
+from tools import export
 from tools.doctor import machine
 from train import Trainer
 from utils.config.command_line import Arguments
@@ -72,6 +74,11 @@ class Viewed(nn.Linear):
     def forward(self, images):
         return super().forward(images.view(len(images), -1))
 
+class Branches(nn.Linear):
+    def forward(self, images):
+        return super().forward((images if images.sum() > 1e9 else -images).flatten(1))
+
+branches = lambda num_classes: Branches(3072, num_classes)
 viewed = lambda num_classes: Viewed(3072, num_classes)
 fails = lambda num_classes: nn.Linear(num_classes, [][0])
 few = lambda num_classes: nn.Sequential(*network(num_classes)[:-1], nn.BatchNorm1d(8), nn.Linear(8, num_classes))
@@ -151,6 +158,17 @@ def test_frozen_layers_do_not_change(tiny, one_rank, tmp_path, changes):
     after = trainer.learner.state_dict()["model"]
     same = {name for name in before if name.endswith(("weight", "bias")) and torch.equal(before[name], after[name])}
     assert same == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_own_network_is_exported_without_its_code(tiny, one_rank, code, capsys):
+    for name, status in (("network", 0), ("branches", 1)):
+        run(tiny(model=f"of_mine:{name}", max_epochs=1), one_rank, code / name)
+        assert export.main([str(code / name)]) == status
+    program = torch.export.load(code / "network/export/model.pt2").module()
+    assert program(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)).shape == (2, 10)
+    refused = r"torch\.export cannot follow the network; nothing was written: .*\n.*of_mine\.py:\d+: return super\(\)"
+    assert re.search(refused, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("changes", [{}, {"verify_every_steps": 1}], ids=["checked network", "verified steps"])

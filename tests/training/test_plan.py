@@ -24,8 +24,9 @@ def test_fastest_turns_on_what_the_device_has(tiny, device, monkeypatch):
     plan = plan_on(tiny("fastest", batch_size=32), device)
     assert str(plan) == f"batch 32 = 1 rank(s) x 1 accumulated x 32 images; {FASTEST[device]}"
     assert not any(plan.kernels.values()), "none is demanded by name"
-    several_gpus = plan_on(tiny("fastest", parallel="dataparallel", amp_dtype="auto"), "cuda")
-    assert not several_gpus.graphed and not several_gpus.compiled
+    for allowed in ({"enable_amp": True}, {"opt_level": "O1"}, {"amp_dtype": "bf16", "opt_level": "O2"}):
+        several_gpus = plan_on(tiny("fastest", parallel="dataparallel", **{"amp_dtype": "auto"} | allowed), "cuda")
+        assert not several_gpus.graphed and not several_gpus.compiled
 
 
 GRAPHS, O3 = {"enable_cuda_graphs": True, "enable_extra_opts": True}, {"opt_level": "O3", "amp_dtype": "fp16"}

@@ -58,7 +58,6 @@ OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # names i
 
 @pytest.mark.parametrize(("name", "layers"), [*zip(OWN_LAYERS, (1, 3, 8, 4), strict=True)])
 def test_training_continues_with_and_without_our_own_layers(tiny, one_rank, name, layers):
-    """Three steps with and without them are equal up to rounding; then each resumes from the other's state."""
     if name not in SWITCHES:
         pytest.skip("no C++ compiler")
     changes = {"lr": 0.02, "enable_nhwc": True}

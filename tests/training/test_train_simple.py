@@ -52,10 +52,7 @@ def test_its_settings_equal_those_of_the_block(monkeypatch):
 
 
 def test_it_runs_and_needs_only_pytorch_torchvision_and_the_networks(monkeypatch, capsys):
-    def images(path, *, train, transform, download):
-        return FakeData(128, (3, 36, 36), num_classes=100, transform=transform)
-
-    monkeypatch.setattr(train_simple, "CIFAR100", images)
+    monkeypatch.setattr(train_simple, "CIFAR100", lambda _, transform, **__: FakeData(128, (3, 36, 36), 100, transform))
     small = train_simple.build_model(ModelConfig(model="resnet8", num_classes=100))
     monkeypatch.setattr(train_simple, "build_model", lambda config: small if config.model == "resnet50" else None)
     monkeypatch.setattr(sys, "argv", ["train_simple.py", "--epochs", "1"])
