@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from tests.tiny_shards import make_folders
+from tools import prepare_data
 from tools.common import as_settings
-from tools.prepare_data import __main__ as prepare_data
 from train import Trainer
 from utils.config import Config, list_blocks, load_config
 from utils.config.command_line import parse_arguments

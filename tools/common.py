@@ -3,6 +3,7 @@ imports no torch, so that --help is fast."""
 
 import argparse
 import io
+import json
 import math
 import os
 import sys
@@ -13,10 +14,11 @@ from typing import Any
 
 from utils.base_config import as_yaml
 from utils.config.command_line import not_empty
-from utils.errors import ConfigError
+from utils.errors import ConfigError, DataError
 from utils.files import strict_json, write_atomically
 from utils.program import Parser, command
 
+VERSIONS = ("python", "torch", "torchvision", "cuda", "cudnn", "device")  # equal in figures that may be compared
 FILE_WIDTH = 160  # characters of a table that goes into a file or pipe
 # Okabe and Ito's colours, which colour-blind readers can distinguish
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")
@@ -107,6 +109,18 @@ def write_file(path: Path, content: bytes) -> None:
 def write_json(path: Path, value: Any, default: Callable[[Any], Any] | None = None) -> None:
     """Write indented JSON; `default` converts values without a JSON form."""
     write_file(path, (strict_json(value, indent=1, default=default) + "\n").encode())
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """Return "bench", "environment", "config" and "results" of a report of tools.bench; `DataError` if it is none."""
+    try:
+        content: dict[str, Any] = {"bench": "", "environment": {}, "config": {}} | json.loads(path.read_bytes())
+        if all(isinstance(content[key], dict) for key in ("results", "environment", "config")):
+            return content
+        found = "it holds something else"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = getattr(error, "strerror", "it holds something else")
+    raise DataError(f"{path}: not a report of tools.bench --json ({found}); bench COMMAND --json FILE writes one")
 
 
 def new_figure(size: tuple[float, float] = (5.6, 3.8)) -> tuple[Any, Any]:

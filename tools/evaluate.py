@@ -19,7 +19,8 @@ from torch import Tensor
 
 from tools.common import check_writable, new_parser, path_argument, print_table, write_json
 from tools.runs import read_records
-from tools.trained import Trained, add_arguments, find_split, find_unreadable, open_split, run_trained
+from tools.trained import Trained, add_arguments, find_split, open_split, run_trained
+from utils.data.loader import gather_unreadable
 from utils.distributed.world import World
 from utils.errors import DataError, exit_in_a_line
 from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
@@ -35,7 +36,6 @@ Row = dict[str, Any]
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate, print, write; return the exit status."""
     statuses = "0 evaluated; 2 usage; 3 data missing or with other classes; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("evaluate", __doc__, statuses)
     add_arguments(parser)
@@ -67,9 +67,8 @@ def evaluate(trained: Trained, folder: Path | None, world: World, *, test: bool 
     confusion, calibration = Confusion(len(names), world.device), Calibration(world.device)
     top = TopCounts(min(TOP, len(names)), world.device)
     sums = validate(classifier, loader, world, [confusion.add, calibration.add, top.add])
-    unreadable = find_unreadable(loader, split, world)
     figures, counts, bins = sums.average(world), confusion.collect(world), calibration.collect(world)
-    top_accuracy = top.accuracy(world)
+    unreadable, top_accuracy = gather_unreadable(world, loader), top.accuracy(world)
     return {
         "network": trained.describe(classifier, world), "checkpoint": str(trained.path),
         **{key: trained.state[key] for key in ("config_name", "epoch", "step")},

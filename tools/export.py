@@ -64,7 +64,6 @@ class Network(nn.Module):
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files; return the exit status."""
     parser = new_parser("export", __doc__, "0 written; 2 usage; 4 no usable checkpoint; 1 anything else.")
     parser.add_argument("run", type=path_argument, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
     parser.add_argument("--out", type=path_argument, metavar="DIR", help="where to write (default: RUN_DIR/export)")

@@ -28,10 +28,12 @@ from jinja2 import Environment, StrictUndefined
 from PIL import Image
 
 from tools.common import add_count, make_folder, new_parser, path_argument, write_file
-from tools.trained import Trained, add_arguments, find_split, find_unreadable, open_split, run_trained
+from tools.trained import Trained, add_arguments, find_split, open_split, run_trained
 from utils.data.datasets.dataset import Split
+from utils.data.datasets.image_files import describe_unreadable
+from utils.data.loader import gather_unreadable
 from utils.distributed.world import World
-from utils.errors import exit_in_a_line
+from utils.errors import DataError, exit_in_a_line
 from utils.training.validation import classify
 
 PAGE = Path(__file__).with_suffix(".html")  # a Jinja2 template
@@ -53,7 +55,6 @@ class Predictions(NamedTuple):
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predict, write, return the exit status."""
     statuses = "0 predicted; 2 usage; 3 no readable image, or other classes; 4 no usable checkpoint; 1 anything else."
     parser = new_parser("predict", __doc__, statuses)
     add_arguments(parser)
@@ -79,7 +80,9 @@ def predict(trained: Trained, paths: list[Path], world: World) -> tuple[Predicti
     classifier, loader, notes = open_split(trained, replace(split, labels=np.arange(len(split.labels))), world)
     found = [(indices.cpu(), outputs.cpu()) for outputs, indices in classify(classifier, loader)]
     parts = [part for rank in world.all_gather(found) for part in rank if len(part[0])]
-    unreadable = {os.path.normpath(name): reason for name, reason in find_unreadable(loader, split, world).items()}
+    unreadable = {os.path.normpath(name): reason for name, reason in gather_unreadable(world, loader).items()}
+    if not parts:
+        raise DataError(f"not one of {len(split.labels)} images can be read: {describe_unreadable(unreadable)}")
     indices, outputs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     order = indices.argsort()
     chosen, probabilities = indices[order].numpy(), outputs[order].double().softmax(1).numpy()

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from models import build_model
 from models.config import ModelConfig
-from tools.bench.reports import read_report
-from tools.common import above_zero, add_count, counts, new_parser, path_argument
+from tools.common import above_zero, add_count, counts, new_parser, path_argument, read_report
 from utils.config import Config
 from utils.errors import DataError, exit_in_a_line
 
@@ -168,7 +167,6 @@ def published_table(seen: bool) -> Iterator[str]:
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the forecast; returns the exit status."""
     parser = new_parser("predict_scaling", __doc__)
     source, report = parser.add_mutually_exclusive_group(required=True), "a report of tools.bench ladder"
     source.add_argument("--from", dest="path", type=path_argument, metavar="BENCH.json", help=report)

@@ -36,7 +36,6 @@ Rows = list[tuple[Any, ...]]  # a table; the first row is its header
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; returns the exit status."""
     parser = new_parser("report", __doc__, "0 written, 2 bad usage, 3 nothing to show")
     what = "run folders, folders of runs, files of curves"
     parser.add_argument("runs", nargs="+", type=path_argument, metavar="RUN", help=what)

@@ -206,7 +206,6 @@ def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the list; returns the exit status."""
     parser = new_parser("runs", __doc__)
     what, default = "a run, or a folder of runs: default expts", Path("expts")
     parser.add_argument("folder", nargs="?", type=path_argument, default=default, help=what)

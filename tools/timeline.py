@@ -65,7 +65,6 @@ class Event(NamedTuple):
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the picture; returns the exit status."""
     parser, what = new_parser("timeline", __doc__), "a profiled run's folder, or its trace"
     parser.add_argument("traces", nargs="+", type=path_argument, metavar="TRACE", help=what)
     parser.add_argument("--out", type=path_argument, required=True, metavar="FILE", help="picture: .svg, else PNG")

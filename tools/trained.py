@@ -21,8 +21,8 @@ from utils.data.augment import Normalise
 from utils.data.build import build_loader, cap_workers, open_dataset
 from utils.data.datasets.dataset import Split, match_classes
 from utils.data.datasets.folders import centre_fraction, find_images
-from utils.data.datasets.image_files import as_rgb, cut_centre, describe_unreadable
-from utils.data.loader import Loader, gather_unreadable
+from utils.data.datasets.image_files import as_rgb, cut_centre
+from utils.data.loader import Loader
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.errors import CheckpointError, ConfigError, DataError, ExpectedError
@@ -66,10 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the network and change its configuration."""
     what = "a run's folder (its last checkpoint is used) or a checkpoint, such as RUN/checkpoints/best.pt"
     parser.add_argument("run", type=path_argument, metavar="RUN", help=what)
-    setting = "override a setting of the run, such as data_path=/data or num_data_workers=2; repeatable"
+    setting = "override a setting of the run, such as data_path=/data or device=cpu; repeatable"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=setting)
-    device, form = "auto, cpu or cuda (default: the run's device)", "device={}".format
-    parser.add_argument("--device", dest="set", action="append", type=form, metavar="NAME", help=device)
 
 
 def run_trained(options: argparse.Namespace, action: Callable[[Trained, World], None], changes: dict[str, Any]) -> int:
@@ -157,11 +155,3 @@ def open_split(trained: Trained, split: Split, world: World) -> tuple[Classifier
     loader = build_loader(config, (data["mean"], data["std"]), world, split, training=False)
     classifier = load_classifier(trained, world)
     return classifier, loader, [*trained.notes, *notes, *classifier.plan.notes]
-
-
-def find_unreadable(loader: Loader, split: Split, world: World) -> dict[str, str]:
-    """Collective: return {file: reason} of the files that could not be read. Raises `DataError` if these are all."""
-    unreadable = gather_unreadable(world, loader)
-    if len(unreadable) == len(split.labels):
-        raise DataError(f"not one of {len(unreadable)} images can be read: {describe_unreadable(unreadable)}")
-    return unreadable

@@ -49,8 +49,7 @@ class RunCommand:
     def start(self, folder: Path, environment: Mapping[str, str], output: Path) -> Any:
         """Start the run; return its `subprocess.Popen`, or an object with the same `poll`, `wait` and `returncode`. Its
         processes, orphans too, are identified by their standard output."""
-        rendezvous = folder.with_name(f"{folder.name}.rendezvous")
-        rendezvous.unlink(missing_ok=True)  # from the previous start, whose ranks are dead
+        (rendezvous := folder.with_name(f"{folder.name}.rendezvous")).unlink(missing_ok=True)  # of the previous start
         launcher, more = torchrun_here(self.nproc, rendezvous) if self.nproc > 1 else ([sys.executable], {})
         command, env = [*launcher, str(TRAIN), *self.train_arguments, f"--run-dir={folder}"], {**environment, **more}
         with output.open("wb") as file:
@@ -63,7 +62,7 @@ class Attempt:
     def __init__(self, job: RunCommand, folder: Path) -> None:
         self.folder, self.log = folder, folder.with_name(f"{folder.name}.output")
         self.deadline = time.monotonic() + job.timeout
-        self.status_file, self.starts_before = folder.with_name(f"{folder.name}.status"), starts_of(folder)
+        self.status_file, self.starts_before = folder.with_name(f"{folder.name}.status"), self.starts()
         self.status_file.unlink(missing_ok=True)
         self.process = job.start(folder, os.environ | {"TRAIN_EXIT_STATUS_FILE": str(self.status_file)}, self.log)
 
@@ -78,14 +77,17 @@ class Attempt:
         return True
 
     def wait(self) -> int:
-        """Return the run's exit status, as written by rank 0: torchrun turns every failure into 1."""
+        """Return the run's exit status, from rank 0's file: torchrun turns every failure into 1."""
         self.wait_until(lambda: self.process.poll() is not None, pause=0.01)
         written = self.status_file.read_text().strip() if self.status_file.exists() else ""
         return int(written) if written and self.process.returncode >= 0 else self.process.returncode
 
+    def starts(self) -> list[dict[str, Any]]:
+        return read_records(self.folder / METRICS, "start", "resume")
+
     def has_begun(self) -> bool:
         """Return whether training has begun; from then on it handles signals."""
-        return starts_of(self.folder) not in ([], self.starts_before)  # fewer if the folder was moved aside
+        return self.starts() not in ([], self.starts_before)  # fewer if the folder was moved aside
 
     def end_of_output(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
@@ -129,10 +131,8 @@ def _flatten(where: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of each value in a nested structure; type, shape and digest of a tensor."""
     import torch
 
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        for key, part in value.items():
+    if isinstance(value, Mapping | list | tuple):
+        for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _flatten(f"{where}.{key}" if where else str(key), part)
     elif isinstance(value, torch.Tensor):
         content = bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -141,14 +141,9 @@ def _flatten(where: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield where, value
 
 
-def starts_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the run's starts."""
-    return read_records(folder / METRICS, "start", "resume")
-
-
 def find_processes(folder: Path) -> list[int]:
     """Return every living process of the run in `folder`, from /proc."""
-    output, found = os.path.realpath(folder.with_name(f"{folder.name}.output")), []
+    output, found = os.path.realpath(folder.with_name(f"{folder.name}.output")), list[int]()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # also of a zombie
             if os.readlink(entry / "fd/1") == output:
@@ -198,14 +193,13 @@ def train_and_kill(job: RunCommand, folder: Path, delay: float | None, generator
     if status != 0 and not killed:
         raise ExpectedError(f"a start ended with status {status}:\n{output}")
     # such a run would still be equal, as every start is deterministic
-    if has_checkpoint and begun and starts_of(folder)[-1]["kind"] == "start":
+    if has_checkpoint and begun and attempt.starts()[-1]["kind"] == "start":
         raise ExpectedError(f"a start did not resume from its good checkpoint:\n{output}")
     return "" if status == 0 else "in training" if begun else "while starting"
 
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the verdict; return the exit status."""
     parser = new_parser("verify_resume", __doc__, "0 equal; 1 different, hanging or failing; 2 usage. Needs Linux.")
     add_config_arguments(parser, config="quickstart")
     add_count(parser, "--kills", 5, "number of interruptions")

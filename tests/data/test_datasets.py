@@ -14,7 +14,7 @@ import utils.data.build
 from tests.conftest import CIFAR100, change_byte, run, tiny_config
 from tests.tiny_cifar import make_tiny_cifar, serve
 from tests.tiny_shards import make_folders, write_image
-from tools.prepare_data import __main__ as prepare_data
+from tools import prepare_data
 from utils.config import Config, load_config
 from utils.data.datasets import dataset as datasets
 from utils.data.datasets import folders

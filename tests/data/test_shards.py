@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import change_byte
 from tests.tiny_shards import CLASSES, DALI, IMAGENET, SETTINGS, build, everything
-from tools.prepare_data import __main__ as prepare_data
+from tools import prepare_data
 from train import main
 from utils.config.command_line import Arguments
 from utils.data import loader

@@ -158,7 +158,7 @@ PACKAGES_OF_THE_PRODUCT = {
     "models": 300,
     "tools/bench": 1_160,
     "tools/doctor": 880,
-    "tools": 4_165,
+    "tools": 4_118,
     "utils/config": 480,
     "utils/data": 2_100,
     "utils/distributed": 875,

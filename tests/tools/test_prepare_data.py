@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import change_byte, replace_by_fifo
 from tests.tiny_cifar import make_tiny_cifar, serve
-from tools.prepare_data import __main__ as prepare_data
+from tools import prepare_data
 from utils.data.datasets.dataset import load_dataset
 
 

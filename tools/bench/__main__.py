@@ -25,7 +25,6 @@ ON_ALL_RANKS = ("loaders", "limits")  # the others would measure one device seve
 
 @exit_in_a_line
 def main(argv: Sequence[str]) -> int:
-    """Run one command; returns the exit status."""
     parser = Parser(prog=command("bench"), description="Measure one part of the trainer.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():

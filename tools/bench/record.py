@@ -26,8 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reports import VERSIONS
-from tools.common import add_count, make_folder, path_argument, print_table, write_json
+from tools.common import VERSIONS, add_count, make_folder, path_argument, print_table, write_json
 from tools.runs import read_records
 from utils.config import Config, find_file, list_blocks, load_config
 from utils.config.command_line import add_config_arguments

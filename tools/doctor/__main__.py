@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, print, return the exit status."""
     options = parser().parse_args(argv)
     check_writable("--failing-nodes", options.failing_nodes)
     if options.nodes:
