@@ -215,19 +215,6 @@ def test_settings_that_differ_between_ranks_are_refused(tiny, tmp_path):
         check_ranks_agree(tiny(), plan_on(tiny()), world)
 
 
-@pytest.mark.slow
-def test_the_readmes_first_command_reaches_95_percent(tmp_path):
-    command = (ROOT / "README.md").read_text(encoding="utf-8").partition("```bash\n")[2].partition("\n")[0]
-    options = command.rpartition("/python train.py ")[2].split()
-    assert options == ["--config=quickstart"]
-    command = [sys.executable, "train.py", *options, f"--run-dir={tmp_path / 'run'}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    (end,) = read_records(tmp_path / "run", "end")
-    assert end["best_acc1"] >= 0.95
-    assert f"tensorboard --logdir {tmp_path}" in result.stdout
-
-
 def test_command_line_run_ends_with_the_tutorials_lines(tmp_path):
     command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={tmp_path / 'run'}", *TINY_OPTIONS]
     environment = os.environ | {"TRAIN_EXIT_STATUS_FILE": str(tmp_path / "status")}
