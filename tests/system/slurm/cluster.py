@@ -64,16 +64,20 @@ def why_not():
 
 @contextlib.contextmanager
 def start_cluster(num_nodes, settings=""):
-    """Give a running SlurmCluster; skip the test on a machine that cannot have one."""
+    """Give a SlurmCluster whose nodes node1..nodeN are idle; skip the test on a machine that cannot have one."""
     if reason := why_not():
         pytest.skip(reason)
-    # a short path: the length of Unix socket paths is limited
-    with tempfile.TemporaryDirectory(prefix="slurm-") as made, SlurmCluster(Path(made), num_nodes, settings) as cluster:
-        yield cluster
+    with tempfile.TemporaryDirectory(prefix="slurm-") as made:  # a short path: that of a Unix socket is limited
+        cluster = SlurmCluster(Path(made), num_nodes, settings)
+        try:
+            cluster.power_on()
+            yield cluster
+        finally:
+            cluster.power_off()
 
 
 class SlurmCluster:
-    """A context manager: nodes node1..nodeN are idle on entry and removed on exit."""
+    """The hosts of a cluster, and Slurm's commands on the controller's host."""
 
     def __init__(self, folder, num_nodes, settings=""):
         self.folder, self.settings = folder, settings  # further lines of slurm.conf
@@ -85,23 +89,22 @@ class SlurmCluster:
         self.conf = str(folder / "slurm.conf")
         self.env = os.environ | {"SLURM_CONF": self.conf}
 
-    def __enter__(self):
+    def power_on(self):
         self._write_files()
-        try:
-            if self.cgroup:
-                self.cgroup.mkdir()
-            self._boot(CONTROLLER, f"{SUBNET}254", BOOT_CONTROLLER)
-            wait_until("munge", 10, (self.folder / "munge/socket").exists)
-            for name in self.addresses:
-                self.boot_node(name)
-            wait_until("idle nodes", 60, lambda: set(self.node_states().values()) == {"idle"})
-        except BaseException:
-            self._power_off()
-            raise
-        return self
+        if self.cgroup:
+            self.cgroup.mkdir()
+        self._boot(CONTROLLER, f"{SUBNET}254", BOOT_CONTROLLER)
+        wait_until("munge", 10, (self.folder / "munge/socket").exists)
+        for name in self.addresses:
+            self.boot_node(name)
+        self.wait_for_idle_nodes()
 
-    def __exit__(self, *error):
-        self._power_off()
+    def power_off(self):
+        for name in [*self.hosts]:
+            self._kill_host(name)
+        if self.cgroup:  # can be removed shortly after its last process has ended
+            remove = ["find", str(self.cgroup), "-depth", "-type", "d", "-delete"]
+            wait_until(f"end of {self.cgroup}", 10, lambda: not subprocess.run(remove, check=False).returncode)
 
     def submit(self, script, *args, options=(), cwd, **env):
         """Run sbatch in folder cwd, with env added; return the job's id."""
@@ -118,15 +121,14 @@ class SlurmCluster:
             fields = self.job(job)
             return fields if fields["JobState"] in (FINAL_STATES if state is None else {state}) else None
 
-        fields: dict[str, str] = wait_until(f"{state or 'end'} of job {job}", timeout, reached)
-        return fields
+        return wait_until(f"{state or 'end'} of job {job}", timeout, reached)
 
-    def node_states(self):
-        """Return {node: state as printed by sinfo}; {} if Slurm does not answer."""
-        with contextlib.suppress(subprocess.CalledProcessError):
-            lines = self.client("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
-            return dict(line.split(None, 1) for line in lines)
-        return {}
+    def wait_for_idle_nodes(self):
+        def states():
+            with contextlib.suppress(subprocess.CalledProcessError):  # Slurm does not answer yet
+                return {*self.client("sinfo", "--noheader", "--Node", "--format=%T").split()}
+
+        wait_until("idle nodes", 60, lambda: states() == {"idle"})
 
     def kill_node(self, name):
         """Power the node off; its peers do not see their connections close."""
@@ -178,13 +180,6 @@ class SlurmCluster:
             os.kill(int(pid), signal.SIGKILL)
         host.wait(10)
 
-    def _power_off(self):
-        for name in [*self.hosts]:
-            self._kill_host(name)
-        if self.cgroup:  # can be removed shortly after its last process has ended
-            remove = ["find", str(self.cgroup), "-depth", "-type", "d", "-delete"]
-            wait_until(f"end of {self.cgroup}", 10, lambda: not subprocess.run(remove, check=False).returncode)
-
     def _write_files(self):
         for name in ["munge", "state", *(f"spool/{node}" for node in self.addresses)]:
             (self.folder / name).mkdir(parents=True)
@@ -203,7 +198,6 @@ class SlurmCluster:
 ClusterName=test
 SlurmctldHost={CONTROLLER}({SUBNET}254)
 SlurmUser=root
-SlurmdUser=root
 # A requeued job waits for cred_expire before it may start again (default 120 s).
 AuthInfo=socket={self.folder}/munge/socket,cred_expire=5
 StateSaveLocation={self.folder}/state
@@ -213,7 +207,6 @@ SlurmdPidFile={self.folder}/slurmd-%n.pid
 SlurmctldLogFile={self.folder}/slurmctld.log
 SlurmdLogFile={self.folder}/slurmd-%n.log
 ProctrackType=proctrack/{"cgroup" if self.cgroup else "linuxproc"}
-MailProg=/bin/true
 PropagateResourceLimits=NONE
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -262,9 +255,6 @@ class SlurmRun:
 
     def wait_for(self, text):
         wait_until(lambda: f"{text!r} in the log:\n{self.log()}", 120, lambda: text in self.log())
-
-    def fields(self):
-        return self.cluster.job(self.job)
 
     def end(self, state):
         """Wait for the job's end, check its state, return its fields."""

@@ -95,7 +95,7 @@ def test_a_disturbed_job_ends_like_an_uninterrupted_one(cluster, project, uninte
     disturb, options, patience, requeued_by = DISTURBANCES[name]
     run = SlurmRun(cluster, project, name.replace(" ", "-"), SETTINGS)
     run.submit(options=(*OPTIONS, *options), SLURM_WAIT=patience).wait_for("Epoch: 2, Iteration: ")
-    assert run.fields()["NodeList"] == "node[1-2]"
+    assert cluster.job(run.job)["NodeList"] == "node[1-2]"
     disturb(cluster, str(run.job))
     fields = run.end("COMPLETED")
     assert fields["Restarts"] == "1" and fields["ExitCode"] == "0:0" and "Resuming from" in run.log()
@@ -107,7 +107,7 @@ def test_a_disturbed_job_ends_like_an_uninterrupted_one(cluster, project, uninte
         assert fields["NodeList"] == "node[1,3]"
     if name == "node lost":
         cluster.boot_node("node2")
-    wait_until("idle nodes", 60, lambda: set(cluster.node_states().values()) == {"idle"})
+    cluster.wait_for_idle_nodes()
 
 
 def test_cancelled_saves_and_stays_cancelled(cluster, project):
