@@ -34,7 +34,6 @@ from utils.verify.step_state import Snapshot, own_tensors, shared_tensors
 from utils.verify.verifier import Verifier
 
 KINDS = ("weight", "optimizer", "batch", "gradient", "activation")  # the last two need an eager step
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 SIDE = 16  # pixels of a campaign's images
 COLUMNS = ("flips", "changed the step", "caught", "rank named", "changed nothing", "yet detected")
 EXIT_STATUS = "0 no flip missed or misnamed and no false alarm, 1 otherwise; with --strike the status of training: 5"
@@ -106,10 +105,8 @@ def state_of(learner, kind):
 
 def flip_bit(tensor, number, bit):
     """Flip one bit in memory, unnoticed by autograd. `number`: of the element, in the order of the memory."""
-    width = 8 * tensor.element_size()
-    flat = tensor.data.as_strided((tensor.numel(),), (1,)).view(INTEGERS[tensor.element_size()])
-    mask = 1 << bit
-    flat[number] ^= mask if width == 8 or bit < width - 1 else -mask  # all but bytes have a sign
+    memory = tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    memory[number * tensor.element_size() + bit // 8] ^= 1 << bit % 8
 
 
 def build_tiny(config, world):
@@ -187,18 +184,15 @@ def _bits_of_result(learner):
 def strike(options):
     """Run train.py in this process, as one of the ranks, with one flip; return its exit status."""
     launch = find_launch(os.environ)
-    if not 0 <= options.rank < launch.world_size:
-        raise ConfigError(f"--rank {options.rank}: this run has ranks 0 to {launch.world_size - 1}")
     flip = Flip(options.strike, options.rank, options.step - 1, str(options.seed))
     train_step, flips = Learner.train_step, []
 
-    def report(struck):
-        flips.extend(struck)
-        print(f"flipped {struck[0]} on rank {flip.rank}, in step {options.step}", flush=True)
+    def report():
+        print(f"flipped {flips[-1][0]} on rank {flip.rank}, in step {options.step}", flush=True)
 
     def train_first_step(learner, images, labels):
         Learner.train_step = train_step
-        struck = plan_flip(learner, flip, launch.rank, lambda: report(struck))
+        flips.append(plan_flip(learner, flip, launch.rank, report))
         learner.train_step(images, labels)
 
     Learner.train_step = train_first_step
@@ -208,17 +202,25 @@ def strike(options):
         runpy.run_path(str(TRAIN), run_name="__main__")
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1
-    if status == 0 and not flips and options.rank == launch.rank:
-        raise ConfigError(f"nothing was flipped: --step {options.step} never came")
+    if status == 0 and not any(flips) and launch.rank == min(options.rank, launch.world_size - 1):
+        raise ConfigError(f"nothing was flipped: there was no step {options.step} on rank {options.rank}")
     return status
 
 
 @exit_in_a_line
 def main(argv=None):
     """Run a campaign, or train one run with a flip; return the exit status."""
-    options = parser().parse_args(argv)
-    if (options.strike is None) != (options.step is None):
-        raise ConfigError("--strike KIND and --step N belong together; a campaign strikes in every step")
+    parser = new_parser("inject", __doc__, EXIT_STATUS)
+    parser.prog = "python -m tests.system.faults.inject"
+    add_config_arguments(parser, config="quickstart")
+    add_count(parser, "--flips", 1000, "flips of a campaign")
+    add_count(parser, "--clean", 1000, "checked steps of a campaign without flips")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the flips (default: 0)")
+    parser.add_argument("--strike", choices=KINDS, metavar="KIND", help=f"train with one flip: {', '.join(KINDS)}")
+    add_count(parser, "--step", 1, "step of --strike, counted from 1")
+    parser.add_argument("--rank", type=int, default=0, metavar="RANK", help="rank of --strike (default: 0)")
+    parser.add_argument("--run-dir", default="expts/inject", metavar="DIR", help="run's folder of --strike")
+    options = parser.parse_args(argv)
     if options.strike:
         return strike(options)
     config = load_config(options.yaml_config, options.config, as_settings(CAMPAIGN) + options.set)
@@ -234,20 +236,6 @@ def main(argv=None):
             print("\n".join([*problems, f"{len(problems)} flips missed or misnamed, or false alarms"]))
 
     return run_ranks(act, config.device, config.rank_timeout_seconds) or int(bool(problems))
-
-
-def parser():
-    parser = new_parser("inject", __doc__, EXIT_STATUS)
-    parser.prog = "python -m tests.system.faults.inject"
-    add_config_arguments(parser, config="quickstart")
-    add_count(parser, "--flips", 1000, "flips of a campaign")
-    add_count(parser, "--clean", 1000, "checked steps of a campaign without flips")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the flips (default: 0)")
-    parser.add_argument("--strike", choices=KINDS, metavar="KIND", help=f"train with one flip: {', '.join(KINDS)}")
-    parser.add_argument("--step", type=int, metavar="N", help="--strike: in this step, counted from 1")
-    parser.add_argument("--rank", type=int, default=0, metavar="RANK", help="--strike: on this rank (default: 0)")
-    parser.add_argument("--run-dir", default="expts/inject", metavar="DIR", help="--strike: the run's folder")
-    return parser
 
 
 if __name__ == "__main__":
