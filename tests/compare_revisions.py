@@ -80,9 +80,8 @@ def start(name, tree, folder):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [*launcher, "train.py", f"--config={block}", f"--run-dir={folder}", *sets]
-    return subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=tree, env=environment, **streams)
 
 
 def checkpoints(folder):
@@ -107,11 +106,8 @@ def finish(process, folder):
         raise RunFailed(f"{' '.join(map(str, process.args))} ended with status {process.returncode}\n{errors}")
     state = torch.load(max(checkpoints(folder)), weights_only=True)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [
-        {key: value for key, value in record.items() if not key.endswith(MEASURED)}
-        for record in records
-        if record["kind"] in ("step", "epoch", "end")
-    ]
+    kept = [record for record in records if record["kind"] in ("step", "epoch", "end")]
+    metrics = [{key: value for key, value in record.items() if not key.endswith(MEASURED)} for record in kept]
     return {name: state[name] for name in COMPARED} | {"metrics": metrics}
 
 

@@ -31,9 +31,8 @@ class TinyCifar:
         return np.concatenate([self.records[name] for name in split.files])
 
     def write_binary(self, data_path):
-        return write_files(
-            data_path / self.version.folder, {name: rows.tobytes() for name, rows in self.records.items()}
-        )
+        contents = {name: rows.tobytes() for name, rows in self.records.items()}
+        return write_files(data_path / self.version.folder, contents)
 
     def write_python(self, data_path):
         return write_files(data_path / self.version.dataset_class.base_folder, self.pickles)

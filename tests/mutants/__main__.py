@@ -96,9 +96,7 @@ def main(argv=None, folder=HERE, root=ROOT):
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose names contain one of these")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutants at a time (default: 2)")
-    parser.add_argument(
-        "--limit", type=float, default=300, metavar="SECONDS", help="a longer test run kills the mutant (default: 300)"
-    )
+    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="for a test run (default: 300)")
     options = parser.parse_args(argv)
     mutants = read_mutants(folder)
     if options.only:

@@ -21,8 +21,6 @@ ABBREVIATION = re.compile(r"`([A-Z][A-Z0-9]+)`\s+(?:stands )?for\s+`(--[^`]+)`")
 SHELL_VARIABLE = re.compile(r'^([A-Z]+)="(--[^"]+|\$[^"]+)"$', re.MULTILINE)
 OWN_FILE = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 OPTION = re.compile(r"--[a-z][\w-]*")
-
-
 COMMAND = re.compile(r"(?:python3?|torchrun|srun|mpirun|mpiexec|nsys)\b.*?((?:train\.py|-m tools\.[a-z_]+).*)")
 
 
@@ -41,6 +39,7 @@ def commands():
                     if match and "..." not in match.group(1):
                         command = " ".join(short.get(word, word) for word in match.group(1).split())
                         found.append((f"{page.relative_to(ROOT)}:{number}", command))
+    assert len(found) > 100
     return list(dict.fromkeys(found))
 
 
@@ -64,15 +63,6 @@ def test_command_parses(where, command, capsys, monkeypatch):
     assert "option_strings" not in printed, "a % in a help text"
     offered = set(OPTION.findall(printed))
     assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= offered
-
-
-def test_commands_are_found_in_the_pages():
-    places = " ".join(place for place, _ in commands())
-    assert (
-        places.count("README.md") >= 5
-        and places.count("docs/configuration.md") > 10
-        and places.count("docs/course") > 30
-    )
 
 
 def test_sbatch_commands_can_be_submitted(monkeypatch):

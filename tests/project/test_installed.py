@@ -32,13 +32,12 @@ def tracked(*patterns):
 
 def test_help_needs_no_torch_and_an_unknown_command_is_an_error():
     command = [sys.executable, "-X", "importtime", str(ROOT)]
-    answer = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    how = {"capture_output": True, "text": True, "timeout": 60}
+    answer = subprocess.run([*command, "--help"], check=True, **how)
     commands = runpy.run_path(str(ROOT / "__main__.py"))["COMMANDS"]
     assert all(f"  {name} " in answer.stdout for name in commands)
     assert " torch\n" not in answer.stderr
-    wrong = subprocess.run(
-        [sys.executable, str(ROOT), "trian"], capture_output=True, text=True, timeout=60, check=False
-    )
+    wrong = subprocess.run([sys.executable, str(ROOT), "trian"], check=False, **how)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: no such command: trian; expected one of: train, ")
 
@@ -90,11 +89,8 @@ def test_the_documented_experiment_runs_as_it_stands(environment, tmp_path):
     said = run(["bash", "-euc", script], tmp_path)
     assert "as recorded in training: equal to the last digit" in said
     assert len((tmp_path / "predictions/predictions.csv").read_text().splitlines()) == 2001
-    assert {path.name for path in (tmp_path / "weights").iterdir()} == {
-        "MODEL_CARD.md",
-        "model.pt2",
-        "model.safetensors",
-    }
+    exported = {path.name for path in (tmp_path / "weights").iterdir()}
+    assert exported == {"MODEL_CARD.md", "model.pt2", "model.safetensors"}
     assert json.loads((tmp_path / "figures.json").read_text())["acc1"] > 0.2
 
 
@@ -126,8 +122,7 @@ def test_installed_it_runs_from_another_folder(environment, tmp_path):
 def run(command, folder, status=0):
     """Run a command and return its output."""
     environment = {name: value for name, value in without_launcher(os.environ).items() if name != "PYTHONPATH"}
-    ended = subprocess.run(
-        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-    )
+    how = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ended = subprocess.run(command, cwd=folder, env=environment, check=False, **how)
     assert ended.returncode == status, f"{command}\n{ended.stdout}"
     return ended.stdout

@@ -24,18 +24,14 @@ def reframe(folder, *options):
     return ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("check", "prints", "outcome"),
-    [
-        ("Doctor", "echo 'ok    torch  found'; echo 'ok: 1 ok, 0 warn, 0 fail'", "PASSED"),
-        ("Doctor", "echo 'warn  cores  few'; echo 'warn: 0 ok, 1 warn, 0 fail'; exit 1", "PASSED"),
-        ("Doctor", "echo 'fail  data  none'; echo 'fail: 0 ok, 0 warn, 1 fail'; exit 2", "pattern '^fail' found"),
-        ("Doctor", "exit 1", "not found in 'rfm_job.out'"),
-        ("Ladder", "exit 1", "the ladder has written no report"),
-        ("Ladder", f"echo '{SLOW}' >ladder.json", "5 images/s"),
-    ],
-    ids=["good", "warning", "failure", "no output", "no report", "slow"],
-)
+@pytest.mark.parametrize(("check", "prints", "outcome"), [
+    ("Doctor", "echo 'ok    torch  found'; echo 'ok: 1 ok, 0 warn, 0 fail'", "PASSED"),
+    ("Doctor", "echo 'warn  cores  few'; echo 'warn: 0 ok, 1 warn, 0 fail'; exit 1", "PASSED"),
+    ("Doctor", "echo 'fail  data  none'; echo 'fail: 0 ok, 0 warn, 1 fail'; exit 2", "pattern '^fail' found"),
+    ("Doctor", "exit 1", "not found in 'rfm_job.out'"),
+    ("Ladder", "exit 1", "the ladder has written no report"),
+    ("Ladder", f"echo '{SLOW}' >ladder.json", "5 images/s"),
+])  # fmt: skip
 def test_what_the_command_prints_decides(check, prints, outcome, tmp_path):
     make_command(tmp_path, "python", prints)
     output = reframe(tmp_path, "-n", check, "-S", f"{check}.executable={tmp_path}/python")

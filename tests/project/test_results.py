@@ -114,11 +114,8 @@ def test_every_picture_has_a_function_that_draws_it(tmp_path):
     measured["draw_published"](tmp_path / "sc20_accuracy.png")
     measured["draw_resnet50"](tmp_path / "resnet50_two_cores.png")
     runpy.run_path(str(figures / "killed_and_resumed.py"))["draw"](tmp_path / "killed_and_resumed.png")
-    drawn = {path.name for path in tmp_path.iterdir()} | {
-        "report.png",
-        "tensorboard.png",
-        "terminal.png",
-    }  # screenshots
+    screenshots = {"report.png", "tensorboard.png", "terminal.png"}
+    drawn = {path.name for path in tmp_path.iterdir()} | screenshots
     # timelines are drawn from the traces of profiled runs, which are not stored
     pages = "".join(path.read_text("utf-8") for path in (ROOT / "docs").rglob("*.md"))
     timelines = set(re.findall(r"figures/(timeline_\w+\.png)", pages))
