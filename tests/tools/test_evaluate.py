@@ -12,10 +12,9 @@ from PIL import Image
 
 import api
 import train
-from tests.conftest import tiny_config
+from tests.conftest import read_records, tiny_config
 from tests.processes import run_job
 from tools import evaluate
-from tools.runs import read_records
 from train import Trainer
 from utils.config.command_line import Arguments
 from utils.data import build
@@ -59,10 +58,6 @@ def results(path, *arguments):
     return json.loads(file.read_text())
 
 
-def last_record(folder, kind):
-    return read_records(folder / "metrics.jsonl", kind)[-1]
-
-
 @pytest.mark.parametrize("changes", [
     {"enable_amp": True, "enable_nhwc": True, "data_loader": "torchvision", **BF16},
     {"opt_level": "O2", **BF16},
@@ -71,7 +66,7 @@ def last_record(folder, kind):
 ], ids=["bf16 autocast, NHWC", "bf16 weights", "average of weights", "synthetic"])  # fmt: skip
 def test_evaluation_reproduces_the_figures_of_the_run(tmp_path, changes, capsys):
     train_run(tmp_path, **changes)
-    end = last_record(tmp_path, "end")
+    (end,) = read_records(tmp_path, "end")
     capsys.readouterr()
     found = results(tmp_path)
     assert (found["acc1"], found["loss"]) == (end["last_acc1"], end["last_loss"])
@@ -87,7 +82,7 @@ def test_two_ranks_reproduce_their_run_and_one_rank_agrees_up_to_rounding(tmp_pa
     config = tiny_config(limit_valid_batches=None, ema_decay=0.9, max_epochs=1, limit_train_batches=6)
     arguments = Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=False)
     assert [rank.status for rank in run_job(tmp_path / "training", 2, train.main, arguments)] == [0, 0]
-    end = last_record(tmp_path / "run", "end")
+    (end,) = read_records(tmp_path / "run", "end")
     command = [str(tmp_path / "run"), "--json", str(tmp_path / "two.json")]
     ended = run_job(tmp_path / "evaluation", 2, evaluate.main, command)
     assert [(rank.status, rank.errors) for rank in ended] == [(0, "")] * 2
@@ -127,7 +122,7 @@ def test_figures_match_the_confusion_matrix(run):
     wrong = counts - np.diag(counts.diagonal())
     assert [row["images"] for row in found["mistakes"]] == np.sort(wrong, axis=None)[::-1][:10].tolist()
     assert sum(part["images"] for part in found["bins"]) == 2000
-    assert found["classes"][0]["class"] == last_record(run, "end")["worst_classes"][0]["class"]
+    assert found["classes"][0]["class"] == read_records(run, "end")[0]["worst_classes"][0]["class"]
 
 
 @pytest.mark.parametrize("loader", ["device", "torchvision"])
