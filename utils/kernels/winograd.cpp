@@ -33,7 +33,7 @@ inline void store(Lanes value, bfloat16* to) {
     std::memcpy(to, &high, sizeof high);
 }
 
-// Lavin and Gray's B', G and A' (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1, 2,
+// Lavin and Gray's B', G and A (arXiv:1509.09308) for outputs of `side` x `side`, from the points 0, 1, -1, 2,
 // infinity; 6 also uses -2, 1/2 and -1/2. 4 uses 0, 5/8, -5/8, 3/2, -3/2 and infinity, which halve the effect of
 // rounding the planes compared with 1, -1, 2 and -2.
 template <int side>
@@ -45,7 +45,7 @@ struct Winograd<3> {
         {2, -1, -2, 1, 0}, {0, -2, -1, 1, 0}, {0, 2, -3, 1, 0}, {0, -1, 0, 1, 0}, {0, 2, -1, -2, 1}};
     static constexpr float weights[5][3] = {
         {1. / 2, 0, 0}, {-1. / 2, -1. / 2, -1. / 2}, {-1. / 6, 1. / 6, -1. / 6}, {1. / 6, 1. / 3, 2. / 3}, {0, 0, 1}};
-    static constexpr float outputs[3][5] = {{1, 1, 1, 1, 0}, {0, 1, -1, 2, 0}, {0, 1, 1, 4, 1}};
+    static constexpr float outputs[5][3] = {{1, 0, 0}, {1, 1, 1}, {1, -1, 1}, {1, 2, 4}, {0, 0, 1}};
 };
 
 template <>
@@ -58,9 +58,10 @@ struct Winograd<4> {
         {256. / 225, 0, 0},                        {-2048. / 2975, -256. / 595, -32. / 119},
         {-2048. / 2975, 256. / 595, -32. / 119},   {128. / 1071, 64. / 357, 32. / 119},
         {128. / 1071, -64. / 357, 32. / 119},      {0, 0, 1}};
-    static constexpr float outputs[4][6] = {
-        {1, 1, 1, 1, 1, 0},                        {0, .625f, -.625f, 1.5f, -1.5f, 0},
-        {0, .390625f, .390625f, 2.25f, 2.25f, 0},  {0, .244140625f, -.244140625f, 3.375f, -3.375f, 1}};
+    static constexpr float outputs[6][4] = {
+        {1, 0, 0, 0},                              {1, .625f, .390625f, .244140625f},
+        {1, -.625f, .390625f, -.244140625f},       {1, 1.5f, 2.25f, 3.375f},
+        {1, -1.5f, 2.25f, -3.375f},                {0, 0, 0, 1}};
 };
 
 template <>
@@ -74,9 +75,9 @@ struct Winograd<6> {
         {1, 0, 0},                   {-2. / 9, -2. / 9, -2. / 9},   {-2. / 9, 2. / 9, -2. / 9},
         {1. / 90, 1. / 45, 2. / 45}, {1. / 90, -1. / 45, 2. / 45},  {1. / 45, 1. / 90, 1. / 180},
         {1. / 45, -1. / 90, 1. / 180}, {0, 0, 1}};
-    static constexpr float outputs[6][8] = {
-        {1, 1, 1, 1, 1, 32, 32, 0},  {0, 1, -1, 2, -2, 16, -16, 0}, {0, 1, 1, 4, 4, 8, 8, 0},
-        {0, 1, -1, 8, -8, 4, -4, 0}, {0, 1, 1, 16, 16, 2, 2, 0},    {0, 1, -1, 32, -32, 1, -1, 1}};
+    static constexpr float outputs[8][6] = {
+        {1, 0, 0, 0, 0, 0},      {1, 1, 1, 1, 1, 1},       {1, -1, 1, -1, 1, -1}, {1, 2, 4, 8, 16, 32},
+        {1, -2, 4, -8, 16, -32}, {32, 16, 8, 4, 2, 1},     {32, -16, 8, -4, 2, -1}, {0, 0, 0, 0, 0, 1}};
 };
 
 // Sum of factor(k) * value(k). The loop is unrolled, so zeros and ones are known at compile time.
@@ -95,27 +96,27 @@ inline __attribute__((always_inline)) Lanes combine(Factor factor, Value value) 
 }
 
 // Whether rows i and i + 1 of a matrix belong to a point and its negative: equal up to signs.
-template <int rows, int columns, typename Matrix>
-constexpr bool is_pair(Matrix matrix, int i) {
+template <int rows, int columns>
+constexpr bool is_pair(const float (&matrix)[rows][columns], int i) {
     if (i % 2 == 0 || i + 1 >= rows) return false;
     for (int k = 0; k < columns; ++k)
-        if (matrix(i, k) != matrix(i + 1, k) && matrix(i, k) != -matrix(i + 1, k)) return false;
+        if (matrix[i][k] != matrix[i + 1][k] && matrix[i][k] != -matrix[i + 1][k]) return false;
     return true;
 }
 
-// set(i, sum of matrix(i, k) * value(k)) for each row i. The rows of a pair share the sum of their equal terms and the
+// set(i, sum of matrix[i][k] * value(k)) for each row i. The rows of a pair share the sum of their equal terms and the
 // sum of their opposite terms.
-template <int rows, int columns, typename Matrix, typename Value, typename Set>
-inline __attribute__((always_inline)) void multiply(Matrix matrix, Value value, Set set) {
+template <int rows, int columns, typename Value, typename Set>
+inline __attribute__((always_inline)) void multiply(const float (&matrix)[rows][columns], Value value, Set set) {
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i) {
-        if (i > 0 && is_pair<rows, columns>(matrix, i - 1)) continue;
-        if (!is_pair<rows, columns>(matrix, i)) {
-            set(i, combine<columns>([&](int k) { return matrix(i, k); }, value));
+        if (i > 0 && is_pair(matrix, i - 1)) continue;
+        if (!is_pair(matrix, i)) {
+            set(i, combine<columns>([&](int k) { return matrix[i][k]; }, value));
             continue;
         }
         const auto factor = [&](int k, bool equal) {
-            return (matrix(i, k) == matrix(i + 1, k)) == equal ? matrix(i, k) : 0;
+            return (matrix[i][k] == matrix[i + 1][k]) == equal ? matrix[i][k] : 0;
         };
         const Lanes even = combine<columns>([&](int k) { return factor(k, true); }, value);
         const Lanes odd = combine<columns>([&](int k) { return factor(k, false); }, value);
@@ -124,46 +125,46 @@ inline __attribute__((always_inline)) void multiply(Matrix matrix, Value value, 
     }
 }
 
-// The same with the transposed matrix, [columns][rows]: a pair's values are added and subtracted before multiplying.
-template <int rows, int columns, typename Matrix, typename Value, typename Set>
-inline __attribute__((always_inline)) void multiply_transposed(Matrix matrix, Value value, Set set) {
-    Lanes shared[columns];
+// The same with the transposed matrix: a pair's values are added and subtracted before multiplying.
+template <int rows, int columns, typename Value, typename Set>
+inline __attribute__((always_inline)) void multiply_transposed(const float (&matrix)[rows][columns], Value value,
+                                                               Set set) {
+    Lanes shared[rows];
 #pragma GCC unroll 8
-    for (int k = 0; k < columns; ++k) {
-        if (k > 0 && is_pair<columns, rows>(matrix, k - 1)) continue;
+    for (int k = 0; k < rows; ++k) {
+        if (k > 0 && is_pair(matrix, k - 1)) continue;
         shared[k] = value(k);
-        if (!is_pair<columns, rows>(matrix, k)) continue;
+        if (!is_pair(matrix, k)) continue;
         const Lanes second = value(k + 1);
         shared[k + 1] = shared[k] - second;
         shared[k] = shared[k] + second;
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i) {
+    for (int i = 0; i < columns; ++i) {
         const auto factor = [&](int k) {
-            if (k > 0 && is_pair<columns, rows>(matrix, k - 1))
-                return matrix(k, i) != matrix(k - 1, i) ? matrix(k - 1, i) : 0;
-            return !is_pair<columns, rows>(matrix, k) || matrix(k, i) == matrix(k + 1, i) ? matrix(k, i) : 0;
+            if (k > 0 && is_pair(matrix, k - 1)) return matrix[k][i] != matrix[k - 1][i] ? matrix[k - 1][i] : 0;
+            return !is_pair(matrix, k) || matrix[k][i] == matrix[k + 1][i] ? matrix[k][i] : 0;
         };
-        set(i, combine<columns>(factor, [&](int k) { return shared[k]; }));
+        set(i, combine<rows>(factor, [&](int k) { return shared[k]; }));
     }
 }
 
-// out = matrix * in * matrix', matrix [rows][columns]; `transposed`: matrix' * in * matrix, matrix [columns][rows]
-template <bool transposed, int rows, int columns, typename Matrix>
-inline __attribute__((always_inline)) void transform(Matrix matrix, const Lanes (&in)[columns][columns],
-                                                     Lanes (&out)[rows][rows]) {
+// out [after][after] = matrix * in * matrix', or with `transposed` matrix' * in * matrix
+template <bool transposed, int rows, int columns, int before, int after>
+inline __attribute__((always_inline)) void transform(const float (&matrix)[rows][columns],
+                                                     const Lanes (&in)[before][before], Lanes (&out)[after][after]) {
     const auto apply = [&](auto value, auto set) __attribute__((always_inline)) {
         if constexpr (transposed)
-            multiply_transposed<rows, columns>(matrix, value, set);
+            multiply_transposed(matrix, value, set);
         else
-            multiply<rows, columns>(matrix, value, set);
+            multiply(matrix, value, set);
     };
-    Lanes half[rows][columns];
+    Lanes half[after][before];
 #pragma GCC unroll 8
-    for (int j = 0; j < columns; ++j)
+    for (int j = 0; j < before; ++j)
         apply([&](int k) { return in[k][j]; }, [&](int i, Lanes value) { half[i][j] = value; });
 #pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i)
+    for (int i = 0; i < after; ++i)
         apply([&](int k) { return half[i][k]; }, [&](int j, Lanes value) { out[i][j] = value; });
 }
 
@@ -205,18 +206,12 @@ void for_tiles(const Sizes& sizes, int64_t step, int64_t border, Task task) {
 }
 
 // B' pixels B of images, in tiles that overlap and begin outside them, or A gradient A' of outputs.
-template <int side, bool images, typename Number>
+template <int side, const auto& matrix, typename Number>
 void to_planes(const Number* pixels, Number* planes, const int64_t* given) {
     const Sizes sizes(side, given);
-    constexpr int rows = side + 2, across = images ? rows : side;
-    constexpr auto matrix = [](int i, int k) {
-        if constexpr (images)
-            return Winograd<side>::images[i][k];
-        else
-            return Winograd<side>::outputs[k][i];
-    };
+    constexpr int rows = side + 2, across = std::size(matrix[0]);
     const std::vector<Number> zeros(sizes.channels);
-    for_tiles<across>(sizes, side, images, [&](const Tile<across>& tile) {
+    for_tiles<across>(sizes, side, across != side, [&](const Tile<across>& tile) {
         const Number* from[across][across];
         for (int i = 0; i < across; ++i)
             for (int j = 0; j < across; ++j)
@@ -225,7 +220,7 @@ void to_planes(const Number* pixels, Number* planes, const int64_t* given) {
             Lanes in[across][across], out[rows][rows];
             for (int i = 0; i < across; ++i)
                 for (int j = 0; j < across; ++j) in[i][j] = load(from[i][j] + c);
-            transform<false, rows, across>(matrix, in, out);
+            transform<false>(matrix, in, out);
             for (int i = 0; i < rows; ++i)  // two loops, which the compiler unrolls
                 for (int j = 0; j < rows; ++j)
                     store(out[i][j], planes + (i * rows + j) * sizes.plane + tile.first + c);
@@ -236,20 +231,19 @@ void to_planes(const Number* pixels, Number* planes, const int64_t* given) {
 }
 
 // out = matrix' * planes * matrix, for LANES channels of one tile at the offset `first`.
-template <int rows, int across, typename Matrix, typename Number>
-inline void from_planes(Matrix matrix, const Number* planes, const Sizes& sizes, int64_t first,
-                        Lanes (&out)[rows][rows]) {
-    Lanes in[across][across];
-    for (int i = 0; i < across; ++i)
-        for (int j = 0; j < across; ++j) in[i][j] = load(planes + (i * across + j) * sizes.plane + first);
-    transform<true, rows, across>(matrix, in, out);
+template <int rows, int columns, typename Number>
+inline void from_planes(const float (&matrix)[rows][columns], const Number* planes, const Sizes& sizes, int64_t first,
+                        Lanes (&out)[columns][columns]) {
+    Lanes in[rows][rows];
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < rows; ++j) in[i][j] = load(planes + (i * rows + j) * sizes.plane + first);
+    transform<true>(matrix, in, out);
 }
 
 // Weights [outputs][3][3][channels] -> planes [position][outputs][channels], G w G'; for gradients the other way.
 template <int side, bool gradient, typename From, typename To>
 void transform_weights(const From* from, To* to, const int64_t* given) {
     const int64_t outputs = given[0], channels = given[1];
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::weights[i][k]; };
     constexpr int before = gradient ? side + 2 : 3, after = gradient ? 3 : side + 2;
 #pragma omp parallel for schedule(static)
     for (int64_t output = 0; output < outputs; ++output)
@@ -259,7 +253,7 @@ void transform_weights(const From* from, To* to, const int64_t* given) {
             };
             Lanes in[before][before], out[after][after];
             for (int i = 0; i < before * before; ++i) in[i / before][i % before] = load(from + offset(i, gradient));
-            transform<gradient, after, before>(matrix, in, out);
+            transform<gradient>(Winograd<side>::weights, in, out);
             for (int i = 0; i < after * after; ++i) store(out[i / after][i % after], to + offset(i, !gradient));
         }
 }
@@ -267,11 +261,10 @@ void transform_weights(const From* from, To* to, const int64_t* given) {
 template <int side, typename Number>
 void planes_to_outputs(const Number* planes, Number* outputs, const int64_t* given) {
     const Sizes sizes(side, given);
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::outputs[k][i]; };
     for_tiles<side>(sizes, side, 0, [&](const Tile<side>& tile) {
         for (int64_t c = 0; c < sizes.channels; c += LANES) {
             Lanes out[side][side];
-            from_planes<side, side + 2>(matrix, planes, sizes, tile.first + c, out);
+            from_planes(Winograd<side>::outputs, planes, sizes, tile.first + c, out);
             for (int i = 0; i < side; ++i)
                 for (int j = 0; j < side; ++j)
                     if (tile.offset[i][j] >= 0) store(out[i][j], outputs + tile.offset[i][j] + c);
@@ -283,7 +276,6 @@ void planes_to_outputs(const Number* planes, Number* outputs, const int64_t* giv
 template <int side, typename Number>
 void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* given) {
     const Sizes sizes(side, given);
-    constexpr auto matrix = [](int i, int k) { return Winograd<side>::images[i][k]; };
     constexpr int across = side + 2;
     const int64_t pixels = sizes.height * sizes.width;
 #pragma omp parallel
@@ -298,7 +290,7 @@ void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* g
                     for (int64_t column = 0; column < sizes.across; ++column) {
                         const Tile<across> tile(sizes, line, column, side, 1);
                         Lanes out[across][across];
-                        from_planes<across, across>(matrix, planes, sizes, tile.first + c, out);
+                        from_planes(Winograd<side>::images, planes, sizes, tile.first + c, out);
                         for (int i = 0; i < across; ++i)
                             for (int j = 0; j < across; ++j) {
                                 if (tile.offset[i][j] < 0) continue;
@@ -319,8 +311,8 @@ void planes_to_gradient(const Number* planes, Number* gradient, const int64_t* g
 #define EXPORT_ALL(side, Number, format)                                                         \
     EXPORT(weights_to_planes, side, format, transform_weights<side, false, float, Number>)       \
     EXPORT(planes_to_weights, side, format, transform_weights<side, true, Number, float>)        \
-    EXPORT(images_to_planes, side, format, to_planes<side, true, Number>)                        \
-    EXPORT(gradient_to_planes, side, format, to_planes<side, false, Number>)                     \
+    EXPORT(images_to_planes, side, format, to_planes<side, Winograd<side>::images, Number>)      \
+    EXPORT(gradient_to_planes, side, format, to_planes<side, Winograd<side>::outputs, Number>)   \
     EXPORT(planes_to_outputs, side, format, planes_to_outputs<side, Number>)                     \
     EXPORT(planes_to_gradient, side, format, planes_to_gradient<side, Number>)
 EXPORT_ALL(3, float, float32)
