@@ -43,7 +43,7 @@ from utils.data.augment import BatchMix
 from utils.data.build import build_loaders, open_dataset
 from utils.data.loader import Loader, report_unreadable
 from utils.distributed.ranks import run_ranks
-from utils.distributed.world import World, pin_near_gpu
+from utils.distributed.world import World
 from utils.environment import describe_environment
 from utils.errors import ExpectedError, Stopped, exit_in_a_line
 from utils.run.clock import Clock, process_age
@@ -81,7 +81,6 @@ class Trainer:
         self.config, self.world, self.resume, clock = config, world, resume, clock or Clock()
         plan = make_plan(config, world)
         check_ranks_agree(config, plan, world)
-        notes = pin_near_gpu(world)
 
         dataset = open_dataset(config, world, fetch=fetch)
         self.loaders = build_loaders(config, dataset, world)
@@ -100,7 +99,7 @@ class Trainer:
 
         self.run = Run(config, config_name, folder, world, learner, data, valid.num_samples, clock)
         self.requests = StopRequests(world)
-        for note in notes + self.loaders.notes + [*learner.plan.notes]:
+        for note in [*self.loaders.notes, *learner.plan.notes]:
             self.run.log.say(note)
         self.meters = Meters(self.run)
 

@@ -15,7 +15,7 @@ def build_model(config: ModelConfig, image_side: int | None = None) -> "nn.Modul
     `image_side`: side of an image in pixels, for timm's networks that are built for one image size."""
     from models.airbench import Airbench
     from models.own import build_own, build_timm
-    from models.resnet import ResNet9, build_large_resnet, build_small_resnet
+    from models.resnet import ResNet9, SmallResNet, build_large_resnet
     from models.vgg import build_imagenet, build_vgg
 
     if config.model.startswith(TIMM):
@@ -26,4 +26,4 @@ def build_model(config: ModelConfig, image_side: int | None = None) -> "nn.Modul
         return build_large_resnet(config)
     builders: dict[str, Any] = {"resnet9": ResNet9, "airbench": Airbench, "airbench96": Airbench}
     builders |= {"vgg16": build_vgg, "vgg16_bn": build_vgg, "alexnet": build_imagenet}
-    return builders.get(config.model, build_small_resnet)(config)
+    return builders.get(config.model, SmallResNet)(config)

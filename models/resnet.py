@@ -34,18 +34,14 @@ def build_large_resnet(config: ModelConfig) -> nn.Module:
     return model
 
 
-def build_small_resnet(config: ModelConfig) -> nn.Module:
-    """Build He's CIFAR ResNet with 8, 20 or 56 layers."""
-    return SmallResNet(BLOCKS_PER_STAGE[config.model], config.num_classes, width=config.width)
-
-
 class SmallResNet(nn.Module):
     """He's CIFAR ResNet: images [N, 3, 32, 32] -> logits [N, num_classes]; projection shortcuts (option B). `width`
     multiplies the number of channels, as in wide ResNets (arXiv:1605.07146)."""
 
-    def __init__(self, blocks_per_stage: int, num_classes: int, *, width: int = 1) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        channels = [16 * width, 32 * width, 64 * width]
+        channels = [config.width * number for number in (16, 32, 64)]
+        blocks_per_stage = BLOCKS_PER_STAGE[config.model]
         self.conv1 = nn.Conv2d(3, channels[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels[0])
         self.relu = nn.ReLU(inplace=True)
@@ -53,7 +49,7 @@ class SmallResNet(nn.Module):
         self.layer2 = _stage(channels[0], channels[1], blocks_per_stage, stride=2)  # [N, 32 x width, 16, 16]
         self.layer3 = _stage(channels[1], channels[2], blocks_per_stage, stride=2)  # [N, 64 x width, 8, 8]
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(channels[2], num_classes)
+        self.fc = nn.Linear(channels[2], config.num_classes)
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +25,7 @@ from utils.config.command_line import Arguments
 from utils.data.loader import AugmentedImages, DeviceLoader
 from utils.data.sampling import Sampler
 from utils.distributed.ddp import distribute, synchronise_batch_norm
-from utils.distributed.global_batch import divide_batch
-from utils.distributed.world import World, cores_near, pin_near_gpu
+from utils.distributed.world import World, divide_batch
 from utils.errors import ConfigError
 from utils.run.checkpoint import newest_good
 from utils.run.logger import RunLogger
@@ -309,27 +307,6 @@ def test_batch_norm_is_synchronised_over_several_ranks_only(ranks, enabled, kind
     world = World(rank=0, local_rank=0, world_size=ranks, device=torch.device("cuda", 0))
     converted = synchronise_batch_norm(configuration(enable_sync_bn=enabled), model, world)
     assert type(converted[1]) is kind and converted.state_dict().keys() == keys  # checkpoints fit either way
-
-
-def test_a_rank_is_pinned_to_the_usable_cores_near_its_gpu(monkeypatch, tmp_path, one_rank):
-    usable = os.sched_getaffinity(0)
-    core = max(usable)
-    for address, cores in (("0000:3b:00.0", f"{core},10000-10001"), ("0000:af:00.0", "10000")):  # 10,000 is not usable
-        (tmp_path / address).mkdir()
-        (tmp_path / address / "local_cpulist").write_text(f"{cores}\n")
-    assert cores_near("0000:3b:00.0", tmp_path) == {core, 10_000, 10_001}
-    assert cores_near("0000:00:00.0", tmp_path) == set()
-    gpus = iter(SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0) for bus in (0x3B, 0xAF))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: next(gpus))
-    monkeypatch.setattr(utils.distributed.world, "cores_near", lambda address: cores_near(address, tmp_path))
-    world = World(rank=1, local_rank=1, world_size=2, device=torch.device("cuda", 1))
-    assert pin_near_gpu(one_rank) == []
-    try:
-        assert pin_near_gpu(world) == ["rank 1 is pinned to the 1 cores nearest GPU 0000:3b:00.0"]
-        assert "near GPU 0000:af:00.0; processes are not pinned" in pin_near_gpu(world)[0]
-        assert os.sched_getaffinity(0) == {core}
-    finally:
-        os.sched_setaffinity(0, usable)
 
 
 @pytest.mark.parametrize(("rule", "peak"), [("none", 0.1), (f"sqrt/{BATCH // 4}", 0.2), (f"linear/{BATCH // 4}", 0.4)])

@@ -137,7 +137,8 @@ def code(tmp_path, monkeypatch):
 
 
 def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, code):
-    source = "import models.resnet\nnetwork = lambda num_classes: models.resnet.SmallResNet(1, num_classes)"
+    source = "from models import *\n"
+    source += "network = lambda num_classes: build_model(ModelConfig(model='resnet8', num_classes=num_classes))"
     (code / "same.py").write_text(source)
     names = "resnet8", "same:network"
     learners = [run(tiny(model=name, max_epochs=1), one_rank, tmp_path / name).learner for name in names]

@@ -16,8 +16,7 @@ from utils.distributed.world import World
 from utils.errors import CorruptionError
 from utils.run.checkpoint import newest_good
 from utils.verify.fingerprints import CHUNK, fingerprint
-from utils.verify.step_state import own_tensors, shared_tensors
-from utils.verify.verifier import FIRST_STEPS, Evidence, describe_fault, is_due
+from utils.verify.verifier import FIRST_STEPS, Evidence, describe_fault, is_due, own_tensors, shared_tensors
 
 MODES = {
     "plain": {},

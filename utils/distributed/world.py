@@ -1,4 +1,4 @@
-"""A process's rank, world size, device and collectives.
+"""A process's rank, world size, device and collectives, and its part of a global batch.
 
 ranks.py starts and ends the ranks. Everything here works with one process and no process group, too.
 """
@@ -6,8 +6,7 @@ ranks.py starts and ends the ranks. Everything here works with one process and n
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -100,24 +99,37 @@ def choose_device(device: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def pin_near_gpu(world: World) -> list[str]:
-    """Pin this process and its loader workers to the cores nearest its GPU; return lines for the log."""
-    if world.world_size == 1 or world.device.type != "cuda":
-        return []
-    gpu: Any = torch.cuda.get_device_properties(world.device)
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-    cores = cores_near(address) & os.sched_getaffinity(0)
-    if not cores:
-        return [f"the kernel lists no usable cores near GPU {address}; processes are not pinned"]
-    os.sched_setaffinity(0, cores)
-    return [f"rank {world.rank} is pinned to the {len(cores)} cores nearest GPU {address}"]
+@dataclass(frozen=True)
+class GlobalBatch:
+    """batch_size = world_size x accumulation x micro_batch_size."""
+
+    batch_size: int
+    world_size: int
+    accumulation: int
+    micro_batch_size: int
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Images per rank and optimizer step."""
+        return self.accumulation * self.micro_batch_size
+
+    def __str__(self) -> str:
+        parts = f"{self.world_size} rank(s) x {self.accumulation} accumulated x {self.micro_batch_size} images"
+        return f"{self.batch_size} = {parts}"
 
 
-def cores_near(pci_address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """Return the processor cores near a PCI device; empty if the kernel does not list them."""
-    try:
-        text = (devices / pci_address / "local_cpulist").read_text(encoding="ascii").strip()
-    except OSError:
-        return set()
-    ranges = [part.partition("-") for part in text.split(",") if part]
-    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+def divide_batch(batch_size: int, world_size: int, micro_batch_size: int | None) -> GlobalBatch:
+    """Split the global batch exactly; raise `ConfigError` if there is a remainder."""
+    rank_batch_size, remainder = divmod(batch_size, world_size)
+    if remainder or not rank_batch_size:
+        raise ConfigError(
+            f"batch_size {batch_size} cannot be split evenly over {world_size} ranks; "
+            f"use a multiple of {world_size}, for example {max(1, round(batch_size / world_size)) * world_size}"
+        )
+    micro = rank_batch_size if micro_batch_size is None else min(micro_batch_size, rank_batch_size)
+    if rank_batch_size % micro:
+        raise ConfigError(
+            f"micro_batch_size {micro} does not divide the {rank_batch_size} images of each of {world_size} ranks "
+            f"(batch_size {batch_size}); use a divisor of {rank_batch_size}"
+        )
+    return GlobalBatch(batch_size, world_size, rank_batch_size // micro, micro)

@@ -14,8 +14,7 @@ import torch
 
 from utils.base_config import as_yaml
 from utils.distributed.ddp import WARNINGS
-from utils.distributed.global_batch import GlobalBatch, divide_batch
-from utils.distributed.world import World
+from utils.distributed.world import GlobalBatch, World, divide_batch
 from utils.errors import ConfigError
 from utils.program import missing_compiler
 from utils.training.config import HAVE_FUSED_KERNEL, SpeedConfig, TrainingConfig

@@ -30,8 +30,7 @@ from utils.errors import ConfigError, CorruptionError, exit_in_a_line
 from utils.program import TRAIN
 from utils.training.learner import Learner
 from utils.training.plan import make_plan
-from utils.verify.step_state import Snapshot, own_tensors, shared_tensors
-from utils.verify.verifier import Verifier
+from utils.verify.verifier import Snapshot, Verifier, own_tensors, shared_tensors
 
 KINDS = ("weight", "optimizer", "batch", "gradient", "activation")  # the last two need an eager step
 SIDE = 16  # pixels of a campaign's images
