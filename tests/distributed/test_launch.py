@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import utils.distributed.ranks
+from tests.conftest import as_options
 from tests.processes import ROOT, wait_until, without_launcher
 from utils.distributed import launch as launchers
 from utils.distributed.launch import Launch, find_launch, first_host, job_name, torchrun_here, was_restarted
@@ -163,10 +164,8 @@ def test_page_and_script_restrict_torchrun_to_the_loopback_like_the_tools():
 
 # ---- real launchers
 
-SHORT = (
-    "train.py", "--config=quickstart", "--set", "device=cpu", "--set", "max_epochs=3", "--set", "limit_train_batches=4",
-    "--set", "limit_valid_batches=1", "--set", "log_to_tensorboard=false",
-)  # fmt: skip
+SETTINGS = {"device": "cpu", "max_epochs": 3, "limit_train_batches": 4, "limit_valid_batches": 1}
+SHORT = ("train.py", "--config=quickstart", *as_options(SETTINGS | {"log_to_tensorboard": False}))
 # For torchrun. Trains, and rank 1 is killed in its second epoch. With "listen", rank 0 prints the local addresses, in
 # hexadecimal, at which torchrun and the ranks listen, each once; the first start fails.
 PROGRAM = """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import CIFAR100, plan_on
+from tests.conftest import CIFAR100, as_options, plan_on
 from tests.processes import run_job, torchrun_variables
 from tools.bench import common, ladder, loaders, peers, scaling, training
 from tools.bench.__main__ import main
@@ -25,10 +25,8 @@ from utils.errors import ConfigError, DataError, ExpectedError
 from utils.training.batches import prefetch
 from utils.training.plan import GRAPH_WARMUP_STEPS, Plan
 
-SMALL = [f"--set={setting}" for setting in (
-    "dataset=shapes", "num_classes=10", "model=resnet8", "device=cpu", "batch_size=16", "num_data_workers=1",
-    "enable_compile=false",
-)]  # fmt: skip
+SHAPES = {"dataset": "shapes", "num_classes": 10, "model": "resnet8", "device": "cpu", "enable_compile": False}
+SMALL = as_options(SHAPES | {"batch_size": 16, "num_data_workers": 1})
 OTHERS = ("timm", "lightning", "plain PyTorch")  # rows of `bench peers`
 
 

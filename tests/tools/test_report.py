@@ -84,9 +84,8 @@ def test_the_page_is_one_file_with_the_curves(page, tmp_path):
     assert not re.search(r"\b(src|href)=", without_scripts(text)) and text.count("* plotly.js v") == 1
     curves = json.loads(PUBLISHED.read_text())["runs"]["bs128-opt"]
     ours = [trace for trace in traces(text) if trace["name"].startswith("bs128-opt")]
-    by_time = {
-        trace["hovertemplate"].split("<br>")[1].split()[0]: trace for trace in ours if trace.get("xaxis") == "x2"
-    }
+    timed = [trace for trace in ours if trace.get("xaxis") == "x2"]
+    by_time = {trace["hovertemplate"].split("<br>")[1].split()[0]: trace for trace in timed}
     for tag, word in (("acc1/valid", "validation"), ("acc1/train", "training")):
         assert by_time[word]["y"] == pytest.approx([100 * share for share in curves[tag]])
     assert by_time["validation"]["customdata"] == curves["epoch"]

@@ -313,8 +313,6 @@ def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, 
     assert finding.level == "fail" and "of_mine.py" in finding.remedy
 
 
-def test_number_of_classes_and_image_size_must_fit(tiny, one_rank):
-    with pytest.raises(ConfigError, match=r"num_classes is 10, not .* of of_mine:arrays; use --set num_classes=4"):
-        Trainer(tiny(**OWN | {"num_classes": 10}), one_rank)
+def test_an_image_size_is_for_image_files(tiny, one_rank):
     with pytest.raises(ConfigError, match="image_size is 32, for image files only"):
         Trainer(tiny(**OWN | {"image_size": 32}), one_rank)

@@ -75,12 +75,9 @@ def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, o
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert [path for path, content in contents.items() if secret.encode() in content] == []
     assert recorded.encode() in contents[tmp_path / "environment.json"]  # so this search finds values
-    assert {path.name for path in tmp_path.iterdir()} == {
-        ".lock", "config.yaml", "environment.json", "train.log", "metrics.jsonl", "tb_logs", "checkpoints"
-    }  # fmt: skip
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
-        "best.pt", "step-000000004.pt", "step-000000008.pt"
-    }  # fmt: skip
+    names = ".lock config.yaml environment.json train.log metrics.jsonl tb_logs checkpoints"
+    assert {*os.listdir(tmp_path)} == {*names.split()}
+    assert {*os.listdir(tmp_path / "checkpoints")} == {"best.pt", "step-000000004.pt", "step-000000008.pt"}
     assert json.loads((tmp_path / "environment.json").read_text())["torch"] == str(torch.__version__)
     log = (tmp_path / "train.log").read_text()
     assert "Starting Training Loop..." in log
