@@ -32,15 +32,6 @@ COMMANDS = {
 }
 
 
-def list_commands() -> int:
-    """Print the commands; returns the exit status."""
-    width = max(map(len, COMMANDS))
-    print("usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n")
-    for command, (_, what) in COMMANDS.items():
-        print(f"  {command:{width}}  {what}")
-    return 0
-
-
 def main() -> int:
     """Run the module of the command named by the first argument; returns the exit status."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
@@ -49,7 +40,9 @@ def main() -> int:
     if name in ("-h", "--help"):
         from utils.errors import exit_in_a_line
 
-        return exit_in_a_line(list_commands)()
+        lines = [f"  {command:15}  {what}" for command, (_, what) in COMMANDS.items()]
+        usage = "usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n"
+        return exit_in_a_line(lambda: print(usage, *lines, sep="\n") or 0)()
     if name == "--version":
         sys.argv.insert(1, name := "train")
     if name not in COMMANDS:

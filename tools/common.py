@@ -39,19 +39,16 @@ def add_count(parser: argparse.ArgumentParser, option: str, default: int, meanin
 
 
 def at_least(text: str, least: int) -> int:
-    """Parse a whole number from `least` on, for argparse."""
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from {least} on")
     return int(text)
 
 
 def path_argument(text: str) -> Path:
-    """Parse a path that is not empty, for argparse."""
     return Path(not_empty(text))
 
 
 def above_zero(text: str) -> float:
-    """Parse a finite number above 0, for argparse."""
     if not 0 < (number := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"is {text!r}; expected a number above 0")
     return number

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from tools.common import check_writable, new_parser, path_argument, print_table, write_json
 from tools.runs import read_records
 from tools.trained import Trained, add_arguments, find_split, open_split, run_trained
@@ -69,6 +67,17 @@ def evaluate(trained: Trained, folder: Path | None, world: World, *, test: bool 
     sums = validate(classifier, loader, world, [confusion.add, calibration.add, top.add])
     figures, counts, bins = sums.average(world), confusion.collect(world), calibration.collect(world)
     unreadable, top_accuracy = gather_unreadable(world, loader), top.accuracy(world)
+    images, predicted, right = counts.sum(1).tolist(), counts.sum(0).tolist(), counts.diagonal().tolist()
+    classes = [
+        {"class": names[label], "images": images[label], "accuracy": right[label] / images[label],
+         "precision": right[label] / predicted[label] if predicted[label] else None}
+        for label, *_ in rank_classes(counts)
+    ]  # fmt: skip
+    wrong = [(int(counts[true, other]), true, other) for true, other in counts.nonzero().tolist() if true != other]
+    mistakes = [
+        {"class": names[true], "taken_for": names[other], "images": number}
+        for number, true, other in sorted(wrong, key=lambda pair: -pair[0])[:MISTAKES]
+    ]
     return {
         "network": trained.describe(classifier, world), "checkpoint": str(trained.path),
         **{key: trained.state[key] for key in ("config_name", "epoch", "step")},
@@ -77,8 +86,7 @@ def evaluate(trained: Trained, folder: Path | None, world: World, *, test: bool 
         **({f"acc{TOP}": top_accuracy} if len(names) > TOP else {}),
         "loss": figures["loss"], "calibration_error": expected_calibration_error(bins),
         "recorded": recorded(trained, test=test) if folder is None else None, "unreadable": unreadable, "notes": notes,
-        "bins": bins, "classes": class_rows(counts, names),
-        "mistakes": mistakes(counts, names), "class_names": names,
+        "bins": bins, "classes": classes, "mistakes": mistakes, "class_names": names,
         "confusion": counts.tolist() if len(names) <= MATRIX_CLASSES else None,
     }  # fmt: skip
 
@@ -94,25 +102,7 @@ def recorded(trained: Trained, *, test: bool = False) -> dict[str, float] | None
     return None
 
 
-def class_rows(counts: Tensor, names: Sequence[str]) -> list[Row]:
-    """Return a row for each class with images, worst first. counts: [true class, predicted class]."""
-    images, predicted, right = counts.sum(1).tolist(), counts.sum(0).tolist(), counts.diagonal().tolist()
-    return [
-        {"class": names[label], "images": images[label], "accuracy": right[label] / images[label],
-         "precision": right[label] / predicted[label] if predicted[label] else None}
-        for label, *_ in rank_classes(counts)
-    ]  # fmt: skip
-
-
-def mistakes(counts: Tensor, names: Sequence[str]) -> list[Row]:
-    """Return the pairs of classes confused most often, with their counts."""
-    pairs = [(int(counts[true, other]), true, other) for true, other in counts.nonzero().tolist() if true != other]
-    pairs.sort(key=lambda pair: -pair[0])
-    return [{"class": names[true], "taken_for": names[other], "images": n} for n, true, other in pairs[:MISTAKES]]
-
-
 def show(results: Row) -> None:
-    """Print the figures."""
     print(*results["notes"], sep="\n", end="\n" if results["notes"] else "", file=sys.stderr)
     print(f"{results['network']}\n{results['images']:,} images: {results['data']}")
     if unreadable := results["unreadable"]:

@@ -16,7 +16,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from safetensors.torch import save
@@ -68,20 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=path_argument, metavar="RUN_DIR", help="a run's folder, such as expts/cifar100-cpu")
     parser.add_argument("--out", type=path_argument, metavar="DIR", help="where to write (default: RUN_DIR/export)")
     options = parser.parse_args(argv)
-    print("\n".join(export(options.run, options.out or options.run / "export")))
-    return 0
-
-
-def export(run: Path, folder: Path) -> list[str]:
-    """Export the best checkpoint of a run into `folder`; return lines that describe the files."""
+    run, folder = options.run, options.out or options.run / "export"
     trained = open_trained(run / "checkpoints/best.pt", ["device=cpu"])
     state, config = trained.state, trained.config
     float32 = {"enable_amp": False, "opt_level": None, "loss_scale": None, "test_time_views": 1}
     as_trained = replace(trained, config=config.model_copy(update=float32))
     classifier, normalise = load_classifier(as_trained, World(0, 0, 1, torch.device("cpu"))), normalisation(trained)
     classifier.validated.eval()
-    model = build_model(config, trained.image_shape[-1])
-    # in float32, whatever opt_level trained in
+    model = build_model(config, trained.image_shape[-1])  # in float32, whatever opt_level trained in
     model.load_state_dict(state["average"]["module"] if state["average"] else state["model"])
     network = Network(trained, model).eval()
     program, difference = export_program(network, lambda x: classifier.predict(normalise(x)), trained.image_shape)
@@ -103,11 +96,9 @@ def export(run: Path, folder: Path) -> list[str]:
     write_atomically(folder / "model.pt2", program)
     write_atomically(folder / "MODEL_CARD.md", card.encode("utf-8", "backslashreplace"))
     compared = f"logits differ from the trained network's by at most {difference:.1e} of the largest logit"
-    return [
-        f"{folder / 'model.safetensors'}: {len(weights)} tensors of {source}",
-        f"{folder / 'model.pt2'}: {compared}",
-        f"{config.model}, {classes} classes, {accuracy}{with_views}",
-    ]
+    print(f"{folder / 'model.safetensors'}: {len(weights)} tensors of {source}\n{folder / 'model.pt2'}: {compared}")
+    print(f"{config.model}, {classes} classes, {accuracy}{with_views}")
+    return 0
 
 
 def export_program(

@@ -48,7 +48,6 @@ class Predictions(NamedTuple):
     unreadable: dict[str, str]  # name: reason
 
     def name(self, row: int) -> str:
-        """Return the path of an image file, or the number of an image in an array."""
         index = int(self.indices[row])
         return os.path.normpath(self.split.path(index)) if hasattr(self.split, "path") else str(index)
 

@@ -194,7 +194,6 @@ def _scan(unused: list[str], path: Path) -> list[tuple[Any, ...]]:
 
 
 def _read_class_names(path: Path, num_classes: int) -> list[str]:
-    """Read the JSON list, if it exists."""
     if not os.path.lexists(path):
         return [str(number) for number in range(num_classes)]
     names = None

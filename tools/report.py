@@ -70,9 +70,10 @@ def render_page(title: str, runs: Sequence[Run], problems: Sequence[str]) -> str
 
 
 def results_table(runs: Sequence[Run]) -> Rows:
-    rows: Rows = [
+    rows = Rows()
+    rows.append(
         ("run", "state", "epochs", "best acc1", "in epoch", "last acc1", "time", "images/s", "device", "written")
-    ]
+    )
     for run in runs:
         last, seconds = run.last("acc1/valid"), run.last("seconds")
         rate = run.end.get("images_per_sec") or run.last("images_per_sec")  # of the whole run, or its newest epoch
@@ -95,7 +96,6 @@ def clock_time(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds, minutes or hours as text."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
@@ -111,12 +111,12 @@ def goals(runs: Sequence[Run]) -> list[float]:
 
 def goals_table(runs: Sequence[Run]) -> Rows:
     columns = goals(runs)
-    rows: Rows = [("run", "device", *(f"{100 * goal:.4g} %" for goal in columns))] if columns else []
-    for run in runs if columns else ():
-        moments = [run.reached(goal) for goal in columns]
+    rows: Rows = [("run", "device", *(f"{100 * goal:.4g} %" for goal in columns))]
+    for run in runs:
+        moments = (run.reached(goal) for goal in columns)
         times = (f"epoch {found[0]}, {duration(found[1])}" if found else "-" for found in moments)
         rows.append((run.name, device(run), *times))
-    return rows
+    return rows if columns else []
 
 
 def differences_table(runs: Sequence[Run]) -> Rows:
@@ -151,14 +151,12 @@ def draw_curves(runs: Sequence[Run]) -> str:
                 pale = word == "training "
                 figure.add_scatter(
                     x=[row[axis] / (1 if axis == "epoch" else seconds) for row in rows],
-                    y=[scale * row[key] for row in rows],
-                    mode="lines" if len(rows) > 1 else "markers",
+                    y=[scale * row[key] for row in rows], customdata=[int(row["epoch"]) for row in rows],
                     name=html.escape(run.name),  # plotly interprets <b> and the like as markup
-                    legendgroup=str(number), showlegend=number not in named,
-                    line={"color": colour, "dash": dash, "width": 1.2 if pale else 2}, opacity=0.45 if pale else 1.0,
-                    customdata=[int(row["epoch"]) for row in rows],
+                    legendgroup=str(number), showlegend=number not in named, opacity=0.45 if pale else 1.0,
+                    line={"color": colour, "dash": dash, "width": 1.2 if pale else 2},
+                    mode="lines" if len(rows) > 1 else "markers", **where,
                     hovertemplate=f"%{{fullData.name}}<br>{word}{kind} {digits}, epoch %{{customdata}}<extra></extra>",
-                    **where,
                 )  # fmt: skip
                 named.add(number)
         figure.update_xaxes(title_text="epoch" if axis == "epoch" else unit, **where)

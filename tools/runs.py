@@ -72,7 +72,6 @@ class Run:
         return f"{trained} of {self.config['max_epochs']}" if "max_epochs" in self.config else f"{trained}"
 
     def last(self, name: str) -> float | None:
-        """Return the newest value of this name."""
         return next((row[name] for row in reversed(self.epochs) if name in row), None)
 
 
@@ -207,29 +206,24 @@ def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
 @exit_in_a_line
 def main(argv: Sequence[str] | None = None) -> int:
     parser = new_parser("runs", __doc__)
-    what, default = "a run, or a folder of runs: default expts", Path("expts")
-    parser.add_argument("folder", nargs="?", type=path_argument, default=default, help=what)
+    what = "a run, or a folder of runs (default: expts)"
+    parser.add_argument("folder", nargs="?", type=path_argument, default=Path("expts"), help=what)
     runs, problems = read([parser.parse_args(argv).folder])
     if not runs:
         raise DataError("; ".join(problems))
-    show_runs(runs)
-    print(*problems, sep="\n", end="\n" if problems else "")
-    return 0
-
-
-def show_runs(runs: Sequence[Run]) -> None:
-    """Print a line for each run, the newest first; of a single run also its time by activity."""
-    rows, ledgers = [], {id(run): find_ledger(run.records) for run in runs}
+    rows, ledger = [], None
     for run in sorted(runs, key=lambda run: -run.changed):
-        ledger = ledgers[id(run)]
+        ledger = find_ledger(run.records)
         times = (str(ledger.starts), f"{ledger.useful:.1%}") if ledger else ("-", "-")
         changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
         rows.append((run.name, run.state, run.epochs_trained(), *run.best(), *times, changed))
     print_table("", ("run", "state", "epochs", "best acc1", "in epoch", "starts", "useful", "changed"), rows)
-    if len(runs) == 1 and (ledger := ledgers[id(runs[0])]):
+    if len(runs) == 1 and ledger:
         parts = [*ledger.seconds.items(), ("wall clock", ledger.wall)]
         shares = [(name, f"{seconds:.1f}", f"{seconds / ledger.wall:.1%}") for name, seconds in parts]
         print_table("", ("activity", "seconds", "of the wall clock"), shares)
+    print(*problems, sep="\n", end="\n" if problems else "")
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run torchrun in this process; return the exit status."""
     statuses = "0 all ranks succeeded; 128 + N ended by signal N; 1 any other failure; 2 FILE exists or cannot be made"
     parser = new_parser("torchrun", __doc__, statuses)
     parser.add_argument("file", type=path_argument, metavar="FILE", help="a new file, for torchrun's log")
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if wanted is None:
         del os.environ[CPP_LOG_LEVEL]  # not for the ranks
-    file, problem, status = options.file, "", 1
+    file, problem, status = options.file, "", 0
     try:
         log = file.open("x", encoding="utf-8")
     except OSError as error:
@@ -44,16 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             problem, status = f"ended by {error.sigval.name}", 128 + error.sigval
         except (Exception, SystemExit) as error:
             traceback.print_exc()
-            problem = f"{explain(error)}; torchrun's log: {file}"
-    if status != 1 or not problem:
+            problem, status = f"{explain(error)}; torchrun's log: {file}", 1
+    if status != 1:
         file.unlink()
-    if problem:
+    if status:
         print(f"torchrun on {socket.gethostname()}: {problem}", file=sys.stderr)
-    return status if problem else 0
+    return status
 
 
 def explain(error: BaseException) -> str:
-    """Return in one line why torchrun has ended."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if isinstance(error, ChildFailedError):

@@ -45,7 +45,6 @@ class Trained:
 
     @property
     def class_names(self) -> list[str]:
-        """The class name of each label."""
         return self.state["data"]["class_names"]
 
     @property
@@ -54,7 +53,6 @@ class Trained:
         return tuple(self.state["data"]["shape"])
 
     def describe(self, classifier: Classifier, world: World) -> str:
-        """Describe weights, device and precision in a line."""
         state, of_batch = self.state, f", batch {self.state['batch']}" if self.state["batch"] else ""
         whose = ", moving average of the weights" if state["average"] else ""
         ranks = f", {world.world_size} ranks" if world.world_size > 1 else ""

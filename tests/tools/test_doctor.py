@@ -19,8 +19,7 @@ from PIL import Image
 from tests.conftest import CIFAR100, ROOT
 from tests.processes import make_command, run_job
 from tools.doctor import __main__ as doctor
-from tools.doctor import burn_in, fingerprints, gpus, hardware, machine, measured
-from tools.doctor.burn_in import judge_rounds
+from tools.doctor import fingerprints, hardware, machine, measured
 from tools.doctor.findings import LEVELS, Finding, Record, compare_fingerprints, compare_records, render
 from utils.config import load_config
 from utils.distributed.world import World
@@ -40,10 +39,10 @@ def run_doctor(capsys, *arguments):
 
 
 def test_a_healthy_machine_passes(capsys, tmp_path, monkeypatch):
-    for finding in (*hardware.hardware_checks(), *gpus.gpu_checks()):
+    for finding in (*hardware.hardware_checks(), *hardware.gpu_checks()):
         assert finding.message and (finding.level == "ok" or finding.remedy)
     monkeypatch.setattr(hardware, "hardware_checks", list)  # depend on the machine
-    monkeypatch.setattr(gpus, "gpu_checks", list)
+    monkeypatch.setattr(hardware, "gpu_checks", list)
     status, found = run_doctor(capsys, "--config", "quickstart", "--run-dir", str(tmp_path / "expts/not/yet/there"))
     assert status == max(LEVELS.index(finding.level) for finding in found.values()) < 2, found
     checks = "torch, gpu software, memory, disk, data, host names, dcgm, limits, fingerprint"
@@ -205,18 +204,18 @@ NOT_SUPPORTED = ("Temperature", "RemappedRows", "PowerManagementLimit", "Current
     ({"RemappedRows": NvmlError("GPU is lost", 15)}, "fail", "GPU 0: GPU is lost"),
 ])  # fmt: skip
 def test_health_of_a_gpu(changes, level, words):
-    (finding,) = gpus.check_gpu(mocked_nvml(**changes), 0)
+    (finding,) = hardware.check_gpu(mocked_nvml(**changes), 0)
     assert finding.level == level and finding.message.endswith(words)
     assert bool(finding.remedy) == (level != "ok")
 
 
 def test_all_gpus_are_checked_and_a_missing_driver_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", mocked_nvml(Count=2, corrected=1, uncorrected=1))
-    assert [finding.level for finding in gpus.gpu_checks()] == ["fail", "warn"] * 2
+    assert [finding.level for finding in hardware.gpu_checks()] == ["fail", "warn"] * 2
     absent = mocked_nvml()
     absent.nvmlInit = answer(NvmlError("NVML Shared Library Not Found"))
     monkeypatch.setitem(sys.modules, "pynvml", absent)
-    assert gpus.gpu_checks() == [Finding("gpu health", "ok", "not readable here: NVML Shared Library Not Found")]
+    assert hardware.gpu_checks() == [Finding("gpu health", "ok", "not readable here: NVML Shared Library Not Found")]
 
 
 def test_pynvml_has_every_mocked_name():
@@ -243,8 +242,8 @@ def test_failed_tests_of_dcgm_are_quoted(action, arguments, level, message, tmp_
     if action is not None:
         make_command(tmp_path, "dcgmi", action)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(gpus, "DCGM_SECONDS", {1: 20, 2: 0.2})
-    finding = gpus.check_dcgm(*arguments)
+    monkeypatch.setattr(hardware, "DCGM_SECONDS", {1: 20, 2: 0.2})
+    finding = hardware.check_dcgm(*arguments)
     assert (finding.level, finding.message) == (level, message)
 
 
@@ -446,13 +445,13 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
 ])  # fmt: skip
 def test_burn_in_fails_on_a_changed_fingerprint_and_warns_on_a_falling_rate(rates, prints, level, words):
     readings = [{"gpu_temperature_c": 71.4 - i, "gpu_clock_mhz": 1800.0 - i} for i in range(len(rates))]
-    finding = judge_rounds(10, rates, prints, readings)
+    finding = measured.judge_rounds(10, rates, prints, readings)
     assert finding.level == level and words in finding.message and finding.figures == {"images/s": 100.0}
 
 
 def test_a_short_burn_in_on_this_machine(tiny, one_rank, monkeypatch):
-    monkeypatch.setattr(burn_in, "ROUND_SECONDS", 0.1)
-    finding = burn_in.burn_in(tiny(), one_rank, 0.01)
+    monkeypatch.setattr(measured, "ROUND_SECONDS", 0.1)
+    finding = measured.burn_in(tiny(), one_rank, 0.01)
     assert finding.level != "fail" and "equal fingerprints" in finding.message and finding.figures["images/s"] > 0
 
 

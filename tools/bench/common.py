@@ -68,7 +68,6 @@ class Trials:
         return statistics.median(self.values)
 
     def as_json(self) -> dict[str, Any]:
-        """Return median, spread and every value."""
         return {"median": self.median, "min": min(self.values), "max": max(self.values), "values": list(self.values)}
 
     def __format__(self, spec: str) -> str:

@@ -53,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure every rung, print the table, write the report; returns 1 if the baseline was faster."""
     common.read_config(options)
     if options.plot:
         new_figure()  # fails now if matplotlib is missing, not after minutes of measuring
@@ -77,12 +76,9 @@ def run(options: argparse.Namespace) -> int:
             common.write_report(options.json, "ladder", first, world, report, plans)
     show(results, environment["device"])
     if options.plot:
-        figure, axes = new_figure(size=(8.5, 1.4 + 0.42 * len(results)))
-        draw_bars(axes, {name: values["full"].as_json() for name, values in results.items()}, environment["device"])
-        save(figure, options.plot)
+        draw({name: values["full"] for name, values in results.items()}, environment["device"], options.plot)
     lines = compare_with_baseline(results, baseline)
-    for line in lines:
-        print(line)
+    print(*lines, sep="\n", end="\n" if lines else "")
     return int(any(line.endswith("REGRESSION") for line in lines))
 
 
@@ -126,15 +122,17 @@ def show(results: Mapping[str, Mapping[str, Any]], device: str) -> None:
     print_table(f"{device}: median (min-max); arithmetic, memory: fractions of the measured limits", COLUMNS, rows)
 
 
-def draw_bars(axes: Any, rates: Mapping[str, Mapping[str, float]], title: str) -> None:
+def draw(rates: Row, title: str, path: Path) -> None:
     """Draw a bar of each rung's median images/s, with its spread and its speed relative to the first."""
-    medians = [sample["median"] for sample in rates.values()]
-    spread = [[s["median"] - s["min"] for s in rates.values()], [s["max"] - s["median"] for s in rates.values()]]
+    figure, axes = new_figure(size=(8.5, 1.4 + 0.42 * len(rates)))
+    medians = [trials.median for trials in rates.values()]
+    spread = [[abs(choose(t.values) - t.median) for t in rates.values()] for choose in (min, max)]
     bars = axes.barh(list(rates), medians, xerr=spread, color=COLOURS[0], height=0.65, capsize=3)
     axes.bar_label(bars, [f"{rate:,.0f}  ({rate / medians[0]:.2f}x)" for rate in medians], padding=4, fontsize=9)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set(xlabel="images/s", title=title, xlim=(0, 1.25 * max(medians)))
+    save(figure, path)
 
 
 def read_baseline(path: Path, environment: dict[str, Any], configs: dict[str, Config]) -> dict[str, dict[str, float]]:

@@ -55,19 +55,17 @@ def loader_trial(
     config: Config, plan: Plan, world: World, step: Consumer | None, options: argparse.Namespace
 ) -> common.Case:
     """Return a function that measures one loader, which it builds in the first trial."""
-    counted, steps = options.batches, options.steps
 
     @cache
     def loader() -> Loader:
         built = build_loaders(config, open_dataset(config, world), world)
-        if world.is_main and built.notes:
-            print(*built.notes, sep="\n")
+        print("".join(f"{note}\n" for note in built.notes if world.is_main), end="")
         return built.train
 
     def trial() -> dict[str, float]:
         """Return images per second of the loader and of training, and the fraction of time that the host waited."""
-        # the first batches do not count: they start workers, or were prepared ahead
-        warmup, waits = max(1, counted // 4), list[float]()
+        counted, steps, waits = options.batches, options.steps, list[float]()
+        warmup = max(1, counted // 4)  # batches that start workers, or were prepared ahead
         rate = images_per_sec(config, world.device, warmup, counted, endless(loader()), lambda *_: None)
         if step is None:
             return {"images_per_sec": rate}

@@ -119,8 +119,6 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
     forward = torch.compile(model, dynamic=False) if plan.compiled else model
 
     class Module(lightning.LightningModule):
-        """Records when its timed steps began and ended."""
-
         def __init__(self) -> None:
             super().__init__()
             self.model, self.steps, self.started, self.ended = model, 0, 0.0, 0.0

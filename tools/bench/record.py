@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the missing seeds, print and write a summary of all."""
     out = options.out or Path("results") / f"{date.today().isoformat()}-{options.config}"
     settings, folders, configs = dict[str, list[str]](), dict[str, Path](), dict[str, Config]()
     for name in (options.config, *options.against):
@@ -164,7 +163,6 @@ def check_same(out: Path, name: str, config: Config, environment: Mapping[str, A
 
 
 def row_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return the table's row of a configuration."""
     target, reached, seeds = summary["target"], summary["reached"], len(summary["seeds"])
     times = (show_mean(summary["seconds"][time], 1.0, ".1f") for time in TIMES)
     return [

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,8 +27,9 @@ from utils.data.build import build_loaders, open_dataset
 from utils.distributed.launch import torchrun_here
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
-from utils.errors import ConfigError, ExpectedError
+from utils.errors import ExpectedError
 from utils.program import CODE
+from utils.quotas import usable_cores
 from utils.training.learner import Learner
 from utils.training.plan import make_plan
 
@@ -39,13 +40,13 @@ ROUNDS = 3  # of alternating steps with and without communication
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_arguments(parser, config="bs128-opt", iters=60, warmup=20)
     parser.add_argument("--nproc", type=counts, default="1,2", metavar="N,M", help="processes (default: 1,2)")
-    parser.add_argument("--mode", default=",".join(MODES), metavar="A,B", help=f"default: {','.join(MODES)}")
+    parser.add_argument("--mode", choices=MODES, help="only this kind of scaling")
 
 
 def run(options: argparse.Namespace) -> int:
     config = common.read_config(options)
-    configs = configs_of(config, options.nproc, options.mode.split(","))
-    threads = max(1, len(os.sched_getaffinity(0)) // max(processes for _, processes in configs))
+    configs = configs_of(config, options.nproc, [options.mode] if options.mode else MODES)
+    threads = max(1, usable_cores() // max(options.nproc))
     plans = dict[str, Any]()
     cases = {
         f"{mode} {number}": partial(run_once, plans, mode, number, case, threads, options.warmup, options.iters)
@@ -68,13 +69,10 @@ def run(options: argparse.Namespace) -> int:
 def configs_of(config: Config, processes: Sequence[int], modes: Sequence[str]) -> dict[tuple[str, int], Config]:
     """Return the configuration of every (mode, processes). Raises `ConfigError` if a batch cannot be split."""
     configs = {}
-    for mode in modes:
-        if mode not in MODES:
-            raise ConfigError(f"--mode {mode}: allowed: {', '.join(MODES)}")
-        for number in processes:
-            batch_size = config.batch_size * (number if mode == "weak" else 1)
-            configs[mode, number] = Config(**config.model_dump() | {"batch_size": batch_size})
-            make_plan(configs[mode, number], replace(alone(config), world_size=number))
+    for mode, number in product(modes, processes):
+        batch_size = config.batch_size * (number if mode == "weak" else 1)
+        configs[mode, number] = Config(**config.model_dump() | {"batch_size": batch_size})
+        make_plan(configs[mode, number], replace(alone(config), world_size=number))
     return configs
 
 
@@ -131,12 +129,8 @@ def measure_rank(config: Config, warmup: int, iters: int, path: Path, world: Wor
         write_json(path, {"train_images_per_sec": medians["ddp"], "plan": learners["ddp"].plan.describe()} | shares)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure as a rank that `run_once` started, with its arguments; returns the exit status."""
-    config, (warmup, iters) = Config(**json.loads(arguments[0])), map(int, arguments[1:3])
-    action = partial(measure_rank, config, warmup, iters, Path(arguments[3]))
-    return run_ranks(action, config.device, config.rank_timeout_seconds)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":  # a rank that `run_once` started
+    settings, untimed, timed, file = sys.argv[1:]
+    chosen = Config(**json.loads(settings))
+    measure_steps = partial(measure_rank, chosen, int(untimed), int(timed), Path(file))
+    sys.exit(run_ranks(measure_steps, chosen.device, chosen.rank_timeout_seconds))

@@ -37,7 +37,6 @@ def build_measured(config: Config, world: World, image_side: int | None = None, 
 
 
 def endless(loader: Loader) -> Iterator[Batch]:
-    """Yield the batches of one epoch after the other."""
     for epoch in itertools.count():
         loader.set_epoch(epoch)
         yield from loader

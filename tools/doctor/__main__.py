@@ -71,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Compare the records of `--compare`; return the exit status."""
     records = [read_record(path) for path in options.compare]
     found = [finding for record in records for finding in record.findings]
     if len(records) == 1 and len({finding.node for finding in found if finding.where}) < 2:
@@ -115,7 +114,7 @@ def examine(options: argparse.Namespace, config: Config, world: "World") -> list
     """Collective: run all checks on all ranks."""
     import torch
 
-    from tools.doctor import fingerprints, gpus, hardware, machine, measured
+    from tools.doctor import fingerprints, hardware, machine, measured
 
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     nodes = world.all_gather(node)
@@ -131,16 +130,14 @@ def examine(options: argparse.Namespace, config: Config, world: "World") -> list
     if world.local_rank == 0:
         findings += machine.machine_checks(config, options.run_dir, ranks_here) + hardware.hardware_checks()
         usable = max(visible, ranks_here) if visible else 0  # srun may show each rank only its own GPU
-        findings.append(gpus.check_dcgm(options.dcgm, usable, len(hardware.find_gpus(hardware.PCI_DEVICES))))
+        findings.append(hardware.check_dcgm(options.dcgm, usable, len(hardware.find_gpus(hardware.PCI_DEVICES))))
     world.barrier()  # DCGM's tests need the GPUs for themselves
     findings += [replace(measured.check_limits(device), where=place) for place, device in places.items()]
     findings += [replace(fingerprints.check_device(device), where=place) for place, device in places.items()]
     if options.burn_in is not None:
-        from tools.doctor.burn_in import burn_in
-
-        findings.append(replace(burn_in(config, world, options.burn_in), where=name))
+        findings.append(replace(measured.burn_in(config, world, options.burn_in), where=name))
     if world.local_rank == 0:
-        findings += gpus.gpu_checks()  # last: the GPUs are hot
+        findings += hardware.gpu_checks()  # last: the GPUs are hot
     findings = [finding if finding.where else replace(finding, where=node) for finding in findings]
     findings = [finding for part in world.all_gather(findings) for finding in part]
     findings += measured.compare_devices(findings)

@@ -156,5 +156,4 @@ def render(findings: Sequence[Finding], name_nodes: bool = False) -> list[str]:
 
 
 def worst_level(findings: Sequence[Finding]) -> str:
-    """Return the worst level of the findings."""
     return max((finding.level for finding in findings), key=LEVELS.index, default="ok")

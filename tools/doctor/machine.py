@@ -21,7 +21,6 @@ MINIMUM_TORCH = (2, 11)
 
 
 def machine_checks(config: Config, run_dir: Path, local_ranks: int) -> list[Finding]:
-    """Run all checks of this module. `local_ranks`: on this node."""
     import torch
 
     return [
