@@ -16,7 +16,7 @@ def _as_before():
     """Restore PyTorch's defaults."""
     yield
     torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
+    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
 
 
 def test_deterministic_is_noted_and_disables_cudnn_benchmark(tiny):
@@ -27,6 +27,13 @@ def test_deterministic_is_noted_and_disables_cudnn_benchmark(tiny):
     prepare_backends(config, plan_on(config, "cuda"))
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
     assert torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(("opts", "limit"), [(["fused_optimizer", "cudnn_benchmark/3"], 3), (True, 10)])
+def test_cudnn_times_so_many_algorithms(tiny, opts, limit):
+    config = tiny(enable_extra_opts=opts)
+    prepare_backends(config, plan_on(config, "cuda"))
+    assert torch.backends.cudnn.benchmark and torch.backends.cudnn.benchmark_limit == limit
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 """Training settings: optimizer, schedule, recipe, precision, speed, verification."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,7 @@ from utils.user_code import FORMS, is_user_code
 Auto = Literal["auto", True, False]
 CpuKernel = Literal["winograd", "weight_products", "keep_memory"]
 ExtraOpt = Literal["fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark"]
+ExtraOptText = Annotated[str, OneOf(get_args(ExtraOpt), {"cudnn_benchmark/N": r"^cudnn_benchmark/[1-9]\d?$"})]
 HAVE_FUSED_KERNEL = ("sgd", "adamw")
 OPTIMIZER_FORMS = {"muon/N": r"^muon/[1-9]$", **FORMS}
 LR_SCALE_RULES = {"sqrt/N": r"^sqrt/[1-9]\d{0,8}$", "linear/N": r"^linear/[1-9]\d{0,8}$"}
@@ -169,11 +170,11 @@ class PrecisionConfig(SharedConfig):
 class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     """speed"""
 
-    enable_extra_opts: bool | Annotated[tuple[ExtraOpt, ...], Field(strict=False)] = False
+    enable_extra_opts: bool | Annotated[tuple[ExtraOptText, ...], Field(strict=False)] = False
     """EXTRA: the tutorial's switch: true, or a list of fused_optimizer, zero_grad_set_to_none, cudnn_benchmark.
     fused_optimizer: one fused kernel for the whole update of sgd or adamw, except of half-precision weights (O3) on a
-    CPU. zero_grad_set_to_none: drop gradients instead of writing zeros into them. cudnn_benchmark: let cuDNN time its
-    convolution algorithms and use the fastest."""
+    CPU. zero_grad_set_to_none: drop gradients instead of writing zeros into them. cudnn_benchmark: let cuDNN time the
+    first 10 convolution algorithms that it proposes, and use the fastest; cudnn_benchmark/N: the first N."""
     stem_channels: Literal[3, 4, 8] = 3
     """STEM: pad the input of the first convolution with zeros to this many channels; tensor cores take 4 or 8 at once.
     The network's parameters do not change."""
@@ -197,8 +198,14 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     def extra_opt(self, name: ExtraOpt) -> bool:
         """Whether `enable_extra_opts` turns an optimisation on; true leaves out what the optimizer does not have."""
         if isinstance(self.enable_extra_opts, tuple):
-            return name in self.enable_extra_opts
+            return any(opt.partition("/")[0] == name for opt in self.enable_extra_opts)
         return self.enable_extra_opts and (name != "fused_optimizer" or self.optimizer in HAVE_FUSED_KERNEL)
+
+    @property
+    def cudnn_candidates(self) -> int:
+        """Algorithms for a convolution that cudnn_benchmark times; the default is PyTorch's."""
+        opts = self.enable_extra_opts if isinstance(self.enable_extra_opts, tuple) else ()
+        return next((int(opt.partition("/")[2]) for opt in opts if "/" in opt), 10)
 
     def cpu_kernel(self, name: CpuKernel) -> bool | Literal["auto"]:
         """Whether `cpu_kernels` names a kernel; auto: where it works."""

@@ -41,6 +41,7 @@ def prepare_backends(config: TrainingConfig, plan: Plan) -> None:
     torch.backends.cudnn.deterministic = config.deterministic
     # EXTRA: cuDNN times its algorithms on the first batch and keeps the fastest
     torch.backends.cudnn.benchmark = config.extra_opt("cudnn_benchmark") and not config.deterministic
+    torch.backends.cudnn.benchmark_limit = config.cudnn_candidates
     # AMP: TF32; PyTorch's default is on for convolutions and off for matrix products
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.enable_tf32
     if "keep_memory" in plan.kernels:
