@@ -25,7 +25,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from tools.bench.training import alone
+from tools.bench.common import alone
 from tools.common import as_settings
 from tools.evaluate import evaluate as evaluate_trained
 from tools.runs import read_records

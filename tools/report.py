@@ -44,8 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs, problems = read(options.runs)
     if not runs:
         raise DataError("; ".join(problems))
-    title = f"{len(runs)} runs"
-    page = render_page(title, runs, problems).encode("utf-8", "backslashreplace")
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ConfigError(f'{error.name} is missing; install it with: pip install ".[report]"') from None
+    shown, title = [run for run in runs if run.epochs], f"{len(runs)} runs"
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
+    page = template.render(
+        title=title, written=clock_time(time.time()), problems=problems, results=results_table(runs),
+        targets=goals_table(shown), differences=differences_table(runs), library=get_plotlyjs() if shown else "",
+        curves=draw_curves(shown) if shown else "",
+    ).encode("utf-8", "backslashreplace")  # fmt: skip
     make_folder(options.out)
     write_file(options.out / "report.html", page)
     print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
@@ -53,27 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def render_page(title: str, runs: Sequence[Run], problems: Sequence[str]) -> str:
-    """Return the page, which needs no other file. Raises `ConfigError` if a package for drawing is missing."""
-    try:
-        from jinja2 import Environment, StrictUndefined
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ConfigError(f'{error.name} is missing; install it with: pip install ".[report]"') from None
-    shown = [run for run in runs if run.epochs]
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
-    return template.render(
-        title=title, written=clock_time(time.time()), problems=problems, results=results_table(runs),
-        targets=goals_table(shown), differences=differences_table(runs), library=get_plotlyjs() if shown else "",
-        curves=draw_curves(shown) if shown else "",
-    )  # fmt: skip
-
-
 def results_table(runs: Sequence[Run]) -> Rows:
-    rows = Rows()
-    rows.append(
-        ("run", "state", "epochs", "best acc1", "in epoch", "last acc1", "time", "images/s", "device", "written")
-    )
+    columns = "run, state, epochs, best acc1, in epoch, last acc1, time, images/s, device, written"
+    rows: Rows = [tuple(columns.split(", "))]
     for run in runs:
         last, seconds = run.last("acc1/valid"), run.last("seconds")
         rate = run.end.get("images_per_sec") or run.last("images_per_sec")  # of the whole run, or its newest epoch

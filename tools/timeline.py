@@ -27,8 +27,6 @@ from utils.errors import ConfigError, exit_in_a_line
 from utils.run.profile import RANGES, TRACE_FILE, TRANSPOSES
 
 GROUPS = (*RANGES, "backward pass", "operators", "all-reduces")  # of lanes, above those of GPU streams
-GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCHES = ("cuda_runtime", "cuda_driver")
 ALL_REDUCES = re.compile("(?i)^(gloo:|ncclDev).*all_?reduce")  # `nccl:all_reduce` is only the host's launch
 # In the order of drawing: operators call operators, and the inner one covers the outer one, but `other` covers nothing.
 COLOUR = {
@@ -97,10 +95,10 @@ def read_trace(path: Path) -> list[Event]:
     """Return the events of a trace, gzipped if it ends in .gz, by start."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         rows = [{"cat": "", "args": {}} | row for row in json.load(file)["traceEvents"] if row["ph"] == "X"]
-    launches = {row["args"].get("correlation"): row["ts"] for row in rows if row["cat"] in LAUNCHES}
+    launches = {row["args"].get("correlation"): row["ts"] for row in rows if row["cat"].startswith("cuda_")}
     events = list[Event]()
     for row in rows:
-        name, start, on_gpu = row["name"], row["ts"], row["cat"] in GPU_WORK
+        name, start, on_gpu = row["name"], row["ts"], row["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")
         groups = {"cpu_op": "operators", "user_annotation": re.sub(r" \d+$", "", name)}
         group = "all-reduces" if ALL_REDUCES.search(name) else groups.get(row["cat"], f"GPU stream {row['tid']}")
         launched = launches.get(row["args"].get("correlation"), start) if on_gpu else start

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class RunCommand:
             return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True)
 
 
-class Attempt:
+class Attempt(AbstractContextManager["Attempt"]):
     """One start of the run. Leaving the `with` block kills all of its processes."""
 
     def __init__(self, job: RunCommand, folder: Path) -> None:
@@ -103,9 +103,6 @@ class Attempt:
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.01)
         self.process.wait(KILL_SECONDS)
-
-    def __enter__(self) -> "Attempt":
-        return self
 
     __exit__ = kill
 

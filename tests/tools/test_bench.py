@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.conftest import CIFAR100, as_options, plan_on
 from tests.processes import run_job, torchrun_variables
-from tools.bench import common, ladder, loaders, peers, scaling, training
+from tools.bench import common, ladder, loaders, peers, scaling
 from tools.bench.__main__ import main
 from tools.bench.common import Trials, in_processes, measure
 from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, per_image, read_baseline
@@ -216,7 +216,7 @@ def test_nothing_is_timed_before_a_graph_is_captured(tiny, one_rank, monkeypatch
     monkeypatch.setattr(Plan, "capture_steps", 5)
     steps = Mock()
     monkeypatch.setattr("utils.training.learner.Learner.train_step", steps)
-    rung = training.Rung(tiny(), 0, 1)
+    rung = common.Rung(tiny(), 0, 1)
     assert steps.call_count == 5
     trial_of(tiny(), one_rank, rung.learner.train_step, batches=1)()
     assert steps.call_count == 5 + 5 + 2
@@ -224,9 +224,9 @@ def test_nothing_is_timed_before_a_graph_is_captured(tiny, one_rank, monkeypatch
 
 def test_measured_steps_get_their_batches_as_in_the_trainer(tiny, one_rank, monkeypatch):
     config, feed = tiny(enable_prefetch=True), Mock(side_effect=prefetch)
-    for name in ("training", "loaders"):
+    for name in ("common", "loaders"):
         monkeypatch.setattr(f"tools.bench.{name}.prefetch", feed)
-    step = training.OurStep(config, 0, 1)
+    step = common.OurStep(config, 0, 1)
     step()
     trial_of(config, one_rank, step.learner.train_step, batches=1, steps=1)()
     assert [(call.args[0], call.args[2]) for call in feed.call_args_list] == [(step.plan, one_rank.device)] * 2
@@ -260,12 +260,12 @@ def test_peers_train_the_same_or_say_what_to_install(tmp_path, capfd):
 
 def test_the_plain_loop_trains_the_same(tiny, monkeypatch):
     cross_entropy, losses = nn.functional.cross_entropy, {}
-    for build in (training.OurStep, peers.plain_case):
+    for build in (common.OurStep, peers.plain_case):
         found = losses[build] = []
         keep = lambda *a, found=found, **o: found.append(cross_entropy(*a, **o)) or found[-1]  # noqa: E731
         monkeypatch.setattr(nn.functional, "cross_entropy", keep)
         build(tiny(lr=0.05, enable_nhwc=True), 1, 3)()
-    torch.testing.assert_close(torch.stack(losses[peers.plain_case]), torch.stack(losses[training.OurStep]))
+    torch.testing.assert_close(torch.stack(losses[peers.plain_case]), torch.stack(losses[common.OurStep]))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from PIL import Image
 from tests.conftest import CIFAR100, ROOT
 from tests.processes import make_command, run_job
 from tools.doctor import __main__ as doctor
-from tools.doctor import fingerprints, hardware, machine, measured
+from tools.doctor import hardware, machine, measured
 from tools.doctor.findings import LEVELS, Finding, Record, compare_fingerprints, compare_records, render
 from utils.config import load_config
 from utils.distributed.world import World
@@ -28,7 +28,7 @@ from utils.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def _train_only_twice(monkeypatch):
-    monkeypatch.setattr(fingerprints, "SECONDS", 0)
+    monkeypatch.setattr(measured, "SECONDS", 0)
 
 
 def run_doctor(capsys, *arguments):
@@ -258,7 +258,7 @@ def test_a_single_process_checks_all_gpus_of_its_node(tiny, monkeypatch):
         return other | {"product bf16, TFLOP/s": SimpleNamespace(values=[rates[world.device.index], 50.0])}
 
     monkeypatch.setattr(measured, "measure_limits", measure)
-    monkeypatch.setattr(fingerprints, "check_device", lambda device: Finding("fingerprint", "ok", "GPU: a"))
+    monkeypatch.setattr(measured, "check_device", lambda device: Finding("fingerprint", "ok", "GPU: a"))
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     options, world = doctor.parser().parse_args([]), World(0, 0, 1, torch.device("cuda", 0))
     found = doctor.examine(options, tiny(), world)
@@ -425,14 +425,14 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # a run in this process may have set it
     random, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(2)
-    finding, after = fingerprints.check_device(torch.device("cpu")), torch.get_num_threads()
+    finding, after = measured.check_device(torch.device("cpu")), torch.get_num_threads()
     torch.set_num_threads(threads)
     assert finding.level == "ok" and re.search(": [0-9a-f]{16}$", finding.message) and after == 2
     assert torch.equal(torch.get_rng_state(), random)
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32
-    really, calls = fingerprints.fingerprint, itertools.count(1)
-    monkeypatch.setattr(fingerprints, "fingerprint", lambda tensor: really(tensor) + (next(calls) == 5))
-    finding = fingerprints.check_device(torch.device("cpu"))
+    really, calls = measured.fingerprint, itertools.count(1)
+    monkeypatch.setattr(measured, "fingerprint", lambda tensor: really(tensor) + (next(calls) == 5))
+    finding = measured.check_device(torch.device("cpu"))
     assert finding.level == "fail" and "1 of 2 differ" in finding.message
 
 

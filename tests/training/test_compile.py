@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from tests.conftest import Small
-from tools.bench.training import build_measured
+from tools.bench.common import build_measured
 from train import Trainer
 from utils.distributed.ddp import wrap_in_ddp
 from utils.training import validation
@@ -20,7 +20,7 @@ BATCHES = [(torch.randn(count, 3, 32, 32), torch.randint(10, (count,))) for coun
 
 @pytest.fixture(autouse=True)
 def small_network(monkeypatch):
-    for module in ("train", "tools.bench.training"):
+    for module in ("train", "tools.bench.common"):
         monkeypatch.setattr(f"{module}.build_model", lambda config, **_: Small())
     counters.clear()
 

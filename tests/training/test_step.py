@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import RECIPE, ROOT, Small, check_equal_training, is_fused, plan_on
-from tools.bench.training import build_measured
+from tools.bench.common import build_measured
 from train import Trainer
 from utils.distributed.ddp import wrap_in_ddp
 from utils.errors import ConfigError
@@ -84,7 +84,7 @@ def test_only_needed_gradients_are_computed(kind):
 
 
 def test_a_compiled_step_equals_the_eager_one_and_keeps_parameter_names(tiny, one_rank, monkeypatch):
-    monkeypatch.setattr("tools.bench.training.build_model", lambda config, **_: Small())
+    monkeypatch.setattr("tools.bench.common.build_model", lambda config, **_: Small())
     trainings = [build_measured(tiny(enable_compile=compiled), one_rank) for compiled in (False, True)]
     for seed in range(4):
         images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))

@@ -1,1 +1,0 @@
-"""Measurements with one protocol: `python -m tools.bench --help`."""

@@ -17,8 +17,8 @@ from torch import nn
 
 from models import build_model
 from tools.bench import common
+from tools.bench.common import Rung, alone
 from tools.bench.limits import measure_limits
-from tools.bench.training import Rung, alone
 from tools.common import COLOURS, VERSIONS, check_writable, new_figure, path_argument, print_table, read_report, save
 from utils.config import Config, load_config
 from utils.data.build import open_dataset

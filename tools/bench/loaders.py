@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from tools.bench import common
-from tools.bench.training import Consumer, build_measured, endless, images_per_sec
+from tools.bench.common import Consumer, build_measured, endless, images_per_sec
 from tools.common import add_count, print_table
 from utils.config import Config, load_config
 from utils.data.build import Loader, build_loaders, open_dataset

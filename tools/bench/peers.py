@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models import build_model
 from tools.bench import common
-from tools.bench.training import Fed, OurStep, alone, endless
+from tools.bench.common import Fed, OurStep, alone, endless
 from tools.common import print_table
 from utils.base_config import as_yaml
 from utils.config import Config

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from tools.bench import common
-from tools.bench.training import alone, build_measured, images_per_sec
+from tools.bench.common import alone, build_measured, images_per_sec
 from tools.common import counts, print_table, write_json
 from utils.config import Config
 from utils.data.build import build_loaders, open_dataset

@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_writable("--failing-nodes", options.failing_nodes)
     if options.nodes:
         if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
-            raise ConfigError(
-                "--nodes: not in a Slurm allocation; get one with salloc, or start the doctor with torchrun"
-            )
+            raise ConfigError("--nodes: not in a Slurm allocation; get one with salloc, or use torchrun")
         own = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--nodes"]
         tasks = [f"--ntasks={os.environ['SLURM_JOB_NUM_NODES']}", "--ntasks-per-node=1"]
         return subprocess.run(["srun", *tasks, *module_command("doctor"), *own], check=False).returncode
@@ -114,7 +112,7 @@ def examine(options: argparse.Namespace, config: Config, world: "World") -> list
     """Collective: run all checks on all ranks."""
     import torch
 
-    from tools.doctor import fingerprints, hardware, machine, measured
+    from tools.doctor import hardware, machine, measured
 
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     nodes = world.all_gather(node)
@@ -133,7 +131,7 @@ def examine(options: argparse.Namespace, config: Config, world: "World") -> list
         findings.append(hardware.check_dcgm(options.dcgm, usable, len(hardware.find_gpus(hardware.PCI_DEVICES))))
     world.barrier()  # DCGM's tests need the GPUs for themselves
     findings += [replace(measured.check_limits(device), where=place) for place, device in places.items()]
-    findings += [replace(fingerprints.check_device(device), where=place) for place, device in places.items()]
+    findings += [replace(measured.check_device(device), where=place) for place, device in places.items()]
     if options.burn_in is not None:
         findings.append(replace(measured.burn_in(config, world, options.burn_in), where=name))
     if world.local_rank == 0:

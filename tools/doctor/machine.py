@@ -23,12 +23,9 @@ MINIMUM_TORCH = (2, 11)
 def machine_checks(config: Config, run_dir: Path, local_ranks: int) -> list[Finding]:
     import torch
 
-    return [
-        check_installed_torch(),
-        check_gpu_software(torch.version.cuda, torch.cuda.is_available(), driver_version(), config.device == "cuda"),
-        check_memory(Path("/"), local_ranks), check_disk(run_dir), check_data(config),
-        check_names(os.environ),
-    ]  # fmt: skip
+    gpu = check_gpu_software(torch.version.cuda, torch.cuda.is_available(), driver_version(), config.device == "cuda")
+    shared = check_memory(Path("/"), local_ranks), check_disk(run_dir), check_data(config), check_names(os.environ)
+    return [check_installed_torch(), gpu, *shared]
 
 
 def software_versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.conftest import RECIPE
-from tools.bench.training import build_measured
+from tools.bench.common import build_measured
 from tools.timeline import read_trace
 from train import Trainer
 from utils import seeds
