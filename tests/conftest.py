@@ -12,7 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from tools.common import as_settings
 from train import Trainer
 from utils.config import Config, list_blocks, load_config
 from utils.config.command_line import parse_arguments
-from utils.data.datasets import dataset as datasets
 from utils.distributed.world import World
 from utils.kernels.norm_relu import FUSED
 from utils.kernels.use import use_kernels
@@ -59,12 +57,6 @@ TINY_OPTIONS = as_options(TINY)
 # All additions of recipes to a step.
 RECIPE = {"mixup_alpha": 0.2, "cutmix_alpha": 1.0, "cutout_size": 8, "ema_decay": 0.9}
 RECIPE |= {"progressive_image_sizes": [[16, 0.5]]}
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _draw_shapes_once():
-    """Generating the shapes takes half a second, and most tests use the same ones."""
-    datasets._generate_shapes_dataset = cache(datasets._generate_shapes_dataset)
 
 
 @pytest.fixture(scope="session")

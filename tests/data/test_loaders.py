@@ -9,14 +9,11 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from math import inf
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import utils.data.build
 from tests.tiny_shards import DALI, everything, pretend
 from tests.tiny_shards import build as build_data
 from train import main
@@ -30,6 +27,7 @@ from utils.data.config import AugmentationConfig
 from utils.data.datasets.dataset import Dataset, ImageArrays
 from utils.data.loader import AugmentedImages, init_worker
 from utils.data.sampling import sample_augmentation, uniform
+from utils.distributed.launch import Launch
 from utils.distributed.world import World
 
 WORLD_SIZES = (1, 2, 3, 8)
@@ -271,24 +269,14 @@ def test_a_worker_ignores_signals_except_sigterm_of_its_trainer():
     assert worker.exitcode == 0
 
 
-@pytest.mark.parametrize(("cores", "ranks", "quota", "workers", "available"), [(2, 1, inf, 2, 2), (8, 3, inf, 2, 8),
-    (2, 8, inf, 1, 2), (8, 1, 2.5, 2, 2.5), (8, 3, 0.5, 1, 0.5)])  # fmt: skip
-def test_workers_are_capped_to_the_ranks_part_of_the_cores(cores, ranks, quota, workers, available, build, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    monkeypatch.setattr(utils.data.build, "cpu_quota", lambda: quota)
-    built = build("torchvision", pretend(0, ranks), num_data_workers=64)
+@pytest.mark.parametrize(("cores", "workers"), [(2, 2), (8 / 3, 2), (0.25, 1)])
+def test_workers_are_capped_to_the_ranks_cores(cores, workers, build, monkeypatch):
+    """test_ranks_of_a_machine_share_its_cores has the number of cores."""
+    monkeypatch.setattr(Launch, "cores", cores)
+    built = build("torchvision", num_data_workers=64)
     assert built.train.loader.num_workers == workers
-    assert build("torchvision", num_data_workers=0).notes == []
-    (note,) = built.notes
-    assert note == f"num_data_workers: {workers} instead of 64, for {ranks} rank(s) on {available} cores"
-
-
-def test_ranks_pinned_to_different_cores_share_the_quota_of_their_node(tiny, monkeypatch):
-    mine = os.sched_getaffinity(0)
-    world = SimpleNamespace(all_gather=lambda here: [here, (here[0], [1000]), ("other", here[1])])
-    monkeypatch.setattr(utils.data.build, "cpu_quota", lambda: 0.5 * len(mine))
-    config, _ = utils.data.build.cap_workers(tiny(data_loader="torchvision", num_data_workers=999), world)
-    assert config.num_data_workers == max(1, len(mine) // 4)
+    assert build("torchvision", num_data_workers=0).notes == build("device", num_data_workers=64).notes == []
+    assert built.notes == [f"num_data_workers: {workers} instead of 64, for {cores:g} cores of this rank"]
 
 
 def kill_the_worker(dataset, index):

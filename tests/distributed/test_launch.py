@@ -121,7 +121,7 @@ def test_ranks_of_a_machine_share_its_cores(monkeypatch, ranks, own_cores, quota
     chosen: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(own_cores)))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(utils.distributed.ranks, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(utils.distributed.launch, "cpu_quota", lambda: quota)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "environ", {} if variable is None else {"OMP_NUM_THREADS": variable})
     utils.distributed.ranks._set_threads(Launch(0, ranks, 0, ranks))

@@ -323,14 +323,11 @@ def test_two_jobs_at_the_same_port_do_not_meet(tmp_path):
     assert refused.status == 1 and complaints([refused])[0].startswith("error: rank 1: "), refused.errors
 
 
-def test_ranks_with_other_devices_or_the_same_gpu_are_refused():
-    one, other, none = ("a", 1, "cuda", "GPU-1"), ("b", 1, "cuda", "GPU-1"), ("a", 1, "cpu", "")
-    ranks_module.check_devices([none, none])
-    ranks_module.check_devices([one, other])
-    with pytest.raises(ConfigError, match="ranks 0, 2 share a GPU"):
-        ranks_module.check_devices([one, other, one])
+def test_ranks_with_other_devices_are_refused():
+    for kinds in (["cpu", "cpu"], ["cuda", "cuda"]):
+        ranks_module.check_devices(kinds)
     with pytest.raises(ConfigError, match="rank 1 of 2 find no usable GPU, the others do"):
-        ranks_module.check_devices([one, none])
+        ranks_module.check_devices(["cuda", "cpu"])
 
 
 @pytest.mark.parametrize("one_node", [True, False])

@@ -27,7 +27,6 @@ from utils.program import CODE
 
 # A block's name becomes the folder expts/<name>/, so it can hold neither a separator nor a leading dot.
 BLOCK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
-MAX_BYTES = 300_000
 
 
 def find_file(path: Path, folder: Path = Path()) -> Path:
@@ -102,14 +101,13 @@ def _read_blocks(path: Path) -> dict[str, CommentedMap]:
     expected = "expected a YAML file of configuration blocks"
     try:
         with open_regular(path) as file:
-            content = file.read(MAX_BYTES + 1)
-        text = content.decode("utf-8-sig")
+            text = file.read().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise ConfigError(f"{path}: {expected}: {problem}") from None
-    blocks = _parse_yaml(text, str(path), "is") if len(content) <= MAX_BYTES else None
+    blocks = _parse_yaml(text, str(path), "is")
     if not isinstance(blocks, CommentedMap):
-        raise ConfigError(f"{path}: {expected}: block names with keys below them, up to {MAX_BYTES:,} bytes")
+        raise ConfigError(f"{path}: {expected}: block names with keys below them")
     for name, block in blocks.items():
         origin = f"{path}:{blocks.lc.data[name][0] + 1}: block"
         if not BLOCK_NAME.fullmatch(str(name)):
@@ -143,8 +141,7 @@ def _plain(value: Any) -> Any:
 
 
 def _parse_override(text: str) -> tuple[str, Entry]:
-    """Return the key and value of KEY=VALUE. A value without quotes for a setting that is a text is taken literally;
-    others are YAML, without comments."""
+    """Return the key and value of KEY=VALUE: literally for a text without quotes, else as YAML without comments."""
     origin = f"--set {shortened(text)}"
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key:

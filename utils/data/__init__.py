@@ -6,6 +6,5 @@ The loader contract, the same for every backend:
 - `len(loader)` is the number of batches in a whole epoch on this rank;
 - `set_epoch(epoch, first_batch=0)` sets the first batch, and order and augmentation, which are pure functions of
   (seed, epoch, sample index);
-- training drops the last images if they do not fill a global batch; validation yields every image exactly once over all
-  ranks.
+- training drops the last images if they do not fill a global batch; validation yields each image once over all ranks.
 """

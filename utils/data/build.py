@@ -1,7 +1,6 @@
 """Open the configured dataset and build its loaders."""
 
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +20,9 @@ from utils.data.datasets.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_S
 from utils.data.datasets.shards import INDEX_FILE, open_shards
 from utils.data.loader import DeviceLoader, Loader, SyntheticLoader, TorchvisionLoader, decode_all
 from utils.data.sampling import IntArray, Sampler
-from utils.distributed.launch import in_batch_job, name_ranks
+from utils.distributed.launch import find_launch, in_batch_job, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
-from utils.quotas import cpu_quota
 from utils.user_code import is_user_code
 
 BUILDERS: dict[str, Callable[[DataConfig, Split, Sampler, Normalise], Loader]] = {
@@ -50,8 +48,7 @@ class Loaders:
 
 
 def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dataset:
-    """Collective: return the dataset `dataset`. With `fetch` one process downloads missing data, except in a batch job,
-    whose nodes often have no network."""
+    """Collective: open the dataset. With `fetch` one process downloads it, except in a batch job (no network)."""
     dataset = world.main_first(lambda: find_dataset(config, download=fetch and not in_batch_job(os.environ)))
     found = world.all_gather(dataset.describe())
     # versions of Pillow decode some pixels differently: all ranks take the statistics of rank 0
@@ -63,8 +60,7 @@ def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dat
 
 
 def find_dataset(config: DataConfig, *, download: bool) -> Dataset:
-    """Return the dataset `dataset`, in one process; for `synthetic`, black images instead of CIFAR and ImageNet.
-    `DataError` if it is missing or damaged."""
+    """Open the dataset, for `synthetic` with black images instead of CIFAR and ImageNet. Raises `DataError`."""
     folder = Path(config.data_path)
     if is_user_code(config.dataset):
         dataset = load_own(config)
@@ -102,7 +98,7 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
     if config.rnd_resized_crop and decoded_once and config.data_loader != "synthetic":
         given = f"dataset {config.dataset} with data_loader {config.data_loader}"
         raise ConfigError(f"rnd_resized_crop needs image files, and data_loader torchvision or dali, not {given}")
-    config, notes = cap_workers(config, world)
+    config, notes = cap_workers(config)
     whole, rest = config.model_copy(update={"limit_valid_batches": None}), ((dataset.mean, dataset.std), world)
     train = build_loader(config, *rest, dataset.train, training=True)
     valid = build_loader(config, *rest, dataset.valid, training=False)
@@ -137,16 +133,11 @@ def _build_sampler(config: DataConfig, labels: IntArray, world: World, training:
     )  # fmt: skip
 
 
-def cap_workers(config: SomeConfig, world: World) -> tuple[SomeConfig, list[str]]:
-    """Collective: return `config` with `num_data_workers` capped to this rank's part of its cores, or of the CPU quota
-    of a node's ranks, and a note if so."""
-    if config.data_loader not in LOADERS_WITH_WORKERS:
+def cap_workers(config: SomeConfig) -> tuple[SomeConfig, list[str]]:
+    """Return `config` with `num_data_workers` capped to this rank's cores, and a note if so."""
+    cores = find_launch(os.environ).cores
+    workers = min(config.num_data_workers, max(1, int(cores)))
+    if config.data_loader not in LOADERS_WITH_WORKERS or workers == config.num_data_workers:
         return config, []
-    here = (platform.node(), sorted(os.sched_getaffinity(0)))
-    places = world.all_gather(here)
-    shares = (len(here[1]), places.count(here)), (cpu_quota(), [node for node, _ in places].count(here[0]))
-    cores, sharing = min(shares, key=lambda share: share[0] / share[1])
-    workers = min(config.num_data_workers, max(1, int(cores / sharing)))
-    note = f"num_data_workers: {workers} instead of {config.num_data_workers}, for {sharing} rank(s) on {cores:g} cores"
-    notes = [] if workers == config.num_data_workers else [note]
-    return config.model_copy(update={"num_data_workers": workers}), notes
+    note = f"num_data_workers: {workers} instead of {config.num_data_workers}, for {cores:g} cores of this rank"
+    return config.model_copy(update={"num_data_workers": workers}), [note]

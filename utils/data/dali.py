@@ -94,11 +94,10 @@ class DaliLoader(Loader):
             return encoded, np.full(2, split.size, np.float32), box[:2], box[2:]
 
         if isinstance(split, ImageArrays):
-            shown, unreadable = indices, dict[str, str]()
-            inputs: dict[str, Any] = {"images": np.ascontiguousarray(split.read(indices, None, replace=False).samples)}
+            read = split.read(indices, None, replace=False)
+            inputs: dict[str, Any] = {"images": np.ascontiguousarray(read.samples)}
         else:
             read = split.read_each(indices, prepare, replace=self.sampler.training)
-            shown, unreadable = read.indices, read.unreadable
             # (rows, columns) of each image after resizing, and of the square's corner or of the window to decode
             names = ("resized", "square") if crops is None else ("resized", "window_start", "window_shape")
             encoded, *geometry = zip(*(read.samples or [prepare(BLACK_PIXEL, 0)]), strict=True)
@@ -109,7 +108,7 @@ class DaliLoader(Loader):
                 inputs["corner"] = np.stack([augmentation.shift_y, augmentation.shift_x], axis=1).astype(np.int32)
             if config.rnd_rotation_angle:
                 inputs["angle"] = augmentation.angle.astype(np.float32)
-        return ReadSamples(inputs, shown, unreadable)
+        return read._replace(samples=inputs)
 
     def _receive(self, pipeline: Any) -> Tensor:
         """Return a copy of the next batch's images: DALI reuses its own memory."""

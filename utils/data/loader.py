@@ -201,14 +201,13 @@ class DeviceLoader(Loader):
             batches_now = batches[start : start + BATCHES_AT_ONCE]
             sizes, indices = [len(batch) for batch in batches_now], np.concatenate(batches_now)
             augmentation = self.sampler.sample_augmentation(self.epoch, indices)
-            maps = iter(())
+            maps: Iterable[Tensor | None] = [None] * len(sizes)
             if augmentation is not None:
-                maps = iter(self._copy(pixel_maps(augmentation, *self.images.shape[2:])).split(sizes))
-            for chosen in self._copy(indices).split(sizes):
+                maps = self._copy(pixel_maps(augmentation, *self.images.shape[2:])).split(sizes)
+            for chosen, part in zip(self._copy(indices).split(sizes), maps, strict=True):
                 self.arrays.check_file()
                 images = self.images.index_select(0, chosen)
-                if augmentation is not None:
-                    images = self.augment(images, next(maps))
+                images = images if part is None else self.augment(images, part)
                 yield self.normalise(images), self.labels.index_select(0, chosen)
 
     def _copy(self, values: np.ndarray) -> Tensor:

@@ -39,7 +39,6 @@ from utils.distributed.launch import Launch, find_launch, name_ranks
 from utils.distributed.world import World, choose_device
 from utils.errors import LOST_RANK, ConfigError, ExpectedError, Stopped, complete_output, explain, print_error
 from utils.program import command
-from utils.quotas import cpu_quota
 
 POLL_SECONDS = 0.05  # between two looks for a name, a port or a rank
 STORE_SECONDS = 30.0  # for torchrun's store to open, and for one answer of a store
@@ -64,8 +63,7 @@ def run_ranks(action: Callable[[World], None], device: str, timeout: float) -> i
     """Run `action` as this process's rank and return the exit status, which is the same for all ranks.
 
     A rank waits `timeout` seconds for the others, at the start and in a collective. One rank prints an exception, an
-    `ExpectedError` without traceback. With several ranks a failure ends the process, since other threads may hang in a
-    collective.
+    `ExpectedError` without traceback. With several ranks a failure ends the process: other threads may hang.
     """
     launch, peers, outcome, action = Launch(), None, Failure(0), complete_output()(action)
     try:
@@ -92,12 +90,11 @@ def run_ranks(action: Callable[[World], None], device: str, timeout: float) -> i
 
 
 def _set_threads(launch: Launch) -> None:
-    """Without OMP_NUM_THREADS, which srun and mpirun do not set, give this process its share of the usable cores and of
-    a container's CPU quota. A single process without a quota keeps PyTorch's number."""
-    cores, quota, ranks = len(os.sched_getaffinity(0)), cpu_quota(), launch.local_world_size
-    bound = cores * ranks <= (os.cpu_count() or 1)  # the launcher bound each process to separate cores
-    if "OMP_NUM_THREADS" not in os.environ and (launch.world_size > 1 or quota < cores):
-        torch.set_num_threads(max(1, int(min(cores if bound else cores / ranks, quota / ranks))))
+    """Without OMP_NUM_THREADS, which srun and mpirun do not set, use this rank's cores. A single process without a
+    quota keeps PyTorch's number."""
+    some = launch.world_size > 1 or launch.cores < len(os.sched_getaffinity(0))
+    if "OMP_NUM_THREADS" not in os.environ and some:
+        torch.set_num_threads(max(1, int(launch.cores)))
 
 
 # ---- start
@@ -178,17 +175,13 @@ def deadline(seconds: float, action: Callable[[], object]) -> Iterator[None]:
         timer.cancel()
 
 
-def check_devices(places: Sequence[tuple[str, int, str, str]]) -> None:
-    """Refuse ranks on CPUs among ranks on GPUs, and two ranks on one GPU: they would hang, or NCCL would only report a
-    failed system call. `places`: host, process, kind of device and GPU of each."""
-    kinds, gpus = [kind for _, _, kind, _ in places], [(host, gpu) for host, _, _, gpu in places]
+def check_devices(kinds: Sequence[str]) -> None:
+    """Refuse ranks on CPUs among ranks on GPUs: they would hang. NCCL reports two ranks on one GPU."""
     if "cuda" in kinds and (without := [rank for rank, kind in enumerate(kinds) if kind == "cpu"]):
         raise ConfigError(
-            f"{name_ranks(without)} of {len(places)} find no usable GPU, the others do; check driver and "
+            f"{name_ranks(without)} of {len(kinds)} find no usable GPU, the others do; check driver and "
             f"CUDA_VISIBLE_DEVICES on their nodes with {command('doctor')}, or use device: cpu"
         )
-    if sharing := [rank for rank, gpu in enumerate(gpus) if gpu[1] and gpus.count(gpu) > 1]:
-        raise ConfigError(f"{name_ranks(sharing)} share a GPU; start one process per GPU (srun: --gpus-per-task=1)")
 
 
 # ---- run and end
@@ -199,7 +192,7 @@ class Peers:
 
     def __init__(self, launch: Launch, store: dist.Store, timeout: float) -> None:
         self.launch, self._store, self._timeout = launch, store, timeout
-        self._places: list[tuple[str, int, str, str]] = []  # of each rank: host, process, kind of device, GPU
+        self._places: list[tuple[str, int, str]] = []  # of each rank: host, process, kind of device
         self._num_lost = 0
         self._found: Future[Failure] = Future()  # by the thread
         self._left = threading.Event()  # the main thread needs no watch any more
@@ -233,12 +226,11 @@ class Peers:
     def _meet(self, device: torch.device) -> None:
         """Wait until every rank has arrived; raise `ExpectedError` naming the missing ones."""
         launch, store = self.launch, self._store
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         keys = [f"arrived/{rank}" for rank in range(launch.world_size)]
-        mine = json.dumps((socket.gethostname(), os.getpid(), device.type, gpu))
+        mine = json.dumps((socket.gethostname(), os.getpid(), device.type))
         found = store.compare_set(keys[launch.rank], "", mine).decode()
         if found not in (mine, "[]"):
-            host, process, *_ = json.loads(found)
+            host, process, _ = json.loads(found)
             raise ConfigError(f"process {process} on {host} is already rank {launch.rank}; start each rank once")
         if not wait_for(lambda: store.check(keys), self._timeout):
             absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
@@ -250,7 +242,7 @@ class Peers:
         if () in places:
             raise ExpectedError("another rank has failed")  # and has printed its message
         self._places = places
-        check_devices(places)
+        check_devices([kind for _, _, kind in places])
 
     def _watch(self) -> None:
         store = self._store_of_thread
@@ -296,8 +288,7 @@ class Peers:
         return self._unreachable()
 
     def _unreachable(self) -> Failure:
-        """Return the failure of a rank that has lost the store. All ranks of a node find it, and cannot agree who
-        prints it."""
+        """Return the failure of a rank that has lost the store; one of a node prints it, as they cannot agree."""
         rank, name = self.launch.rank, self._name([0]) if self._places else "rank 0"  # perhaps lost before they met
         place = f"{f'{name}, or ' if rank else ''}the store at {self.launch.address}:{self.launch.port}"
         silent = self.launch.local_rank != 0 and rank != 1

@@ -158,8 +158,7 @@ FORWARD = nn.BatchNorm2d.forward, nn.ReLU.forward
 
 
 def fuse_norms(model: nn.Module, device: torch.device) -> None:
-    """Let Sequentials, torchvision's residual blocks and its ResNets' stems in `model` fuse their layers. `ConfigError`
-    if none can, or the compiler fails."""
+    """Fuse layers of Sequentials, torchvision's residual blocks and its ResNets' stems; `ConfigError` if none can."""
     found = []
     for module in model.modules():
         usual, fused = FUSED.get(type(module), (None, None))

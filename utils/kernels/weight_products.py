@@ -2,11 +2,9 @@
 
 For each channel and kernel offset this gradient is a sum over all pixels of a batch, a product of two tall matrices.
 oneDNN's kernels for it are slower than its kernels for the forward pass and the images' gradient; with enough channels,
-matrix products are faster: of the images themselves for 1x1 kernels, else of their windows, gathered for a few images
-at a time.
+matrix products are faster: of the images themselves for 1x1 kernels, else of a few images' windows at a time.
 
-In bf16, oneDNN is also slow at the images' gradient of a 1x1 convolution with a stride. That one runs at stride 1 on
-the subsampled pixels.
+In bf16, oneDNN is also slow at the images' gradient of a 1x1 convolution with a stride, so it subsamples before.
 """
 
 from typing import Any
@@ -99,8 +97,7 @@ class ProductConv2d(nn.Conv2d):
 
 
 def use_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Turn convolutions of `model`, which compute in `dtype`, into `ProductConv2d`. `ConfigError` if none fits and
-    `use_winograd` has replaced none either."""
+    """Turn convolutions that compute in `dtype` into `ProductConv2d`; `ConfigError` if none of our kernels fits."""
     min_pairs, found = MIN_CHANNEL_PAIRS[dtype], 0
     for module in list(model.modules()):
         if type(module) is nn.Conv2d and is_plain(module) and module.in_channels * module.out_channels > min_pairs:

@@ -27,8 +27,7 @@ def factors(device: torch.device) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Hash all bits of a tensor of any type in the order of its indices, whatever its memory format: a scalar int64 on
-    its device."""
+    """Hash all bits of a tensor in the order of its indices, in any memory format: a scalar int64 on its device."""
     bits, odd = tensor.detach().reshape(-1).view(WORDS[tensor.element_size()]), factors(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in bits.split(CHUNK):

@@ -98,8 +98,7 @@ def _differing(first: Fingerprints, second: Fingerprints) -> list[str]:
 
 
 def shared_tensors(learner: Learner) -> Tensors:
-    """Tensors that are equal on all ranks that average their gradients: weights, their moving average, optimizer state,
-    loss scale."""
+    """Tensors that are equal on all ranks: weights, their moving average, optimizer state, loss scale."""
     named = dict(learner.model.named_parameters())
     tensors: Tensors = {f"weight {name}": parameter for name, parameter in named.items()}
     tensors |= {f"master weight {name}": master for name, master in learner.weights.masters.items()}
@@ -117,8 +116,7 @@ def own_tensors(learner: Learner) -> Tensors:
 
 
 class Snapshot:
-    """Copy of a learner's state, its random generators and a batch. Restoring writes into the same memory, which CUDA
-    graphs need."""
+    """Copy of a learner's state, random generators and a batch; `restore` keeps the memory, as CUDA graphs need."""
 
     def __init__(self, learner: Learner, batch: tuple[Tensor, Tensor]) -> None:
         self.learner = learner
@@ -186,8 +184,7 @@ def describe_fault(step: int, ranks: Sequence[Evidence]) -> str:
 
 
 def outlier_ranks(states: Sequence[Fingerprints]) -> tuple[list[int], list[str]]:
-    """Ranks whose fingerprints differ from the majority's, and the tensors that differ; all ranks without a majority,
-    as with two ranks."""
+    """Ranks that differ from the majority, and the tensors that differ; all ranks without a majority, as of two."""
     whole = [tuple(state.items()) for state in states]
     (common, count), *_ = Counter(whole).most_common(1)
     outliers = [rank for rank, state in enumerate(whole) if 2 * count <= len(states) or state != common]

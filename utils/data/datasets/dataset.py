@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -18,7 +19,7 @@ from utils.data.datasets.shapes import CLASS_NAMES, generate_shapes
 from utils.data.sampling import IntArray
 from utils.errors import ConfigError, DataError
 
-NUM_SHAPES_TRAIN, NUM_SHAPES_VALID = 10_000, 2_000
+NUM_SHAPES = 10_000, 2_000  # training and validation images
 STATISTICS = ("mean", "std")  # of the pixels: they may differ between versions of Pillow
 LARGEST_PART = 2**24  # bytes of images that are counted at once
 SMALLEST_DEVIATION = 1 / 255  # a channel that varies by less than one level is constant
@@ -123,15 +124,14 @@ def load_dataset(name: str, data_path: Path, *, download: bool) -> Dataset:
     return Dataset(name, train, valid, version.class_names, version.mean, version.std)
 
 
+@cache
 def _generate_shapes_dataset() -> Dataset:
-    train = ImageArrays(*generate_shapes(NUM_SHAPES_TRAIN, [0, 0]))
-    valid = ImageArrays(*generate_shapes(NUM_SHAPES_VALID, [0, 1]))
+    train, valid = (ImageArrays(*generate_shapes(count, [0, part])) for part, count in enumerate(NUM_SHAPES))
     return Dataset("shapes", train, valid, CLASS_NAMES, *channel_statistics(train.images))
 
 
 def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel in [0, 1], from exact counts; the latter is 1 if constant.
-    images: uint8 [N, 3, H, W]."""
+    """Return mean and standard deviation (1 if constant) of each channel of uint8 [N, 3, H, W] in [0, 1], exactly."""
     number, levels, counts = images[:, 0].size, np.arange(256), np.zeros((3, 256), np.int64)
     for part in np.array_split(images, 1 + images.size // LARGEST_PART):
         counts += [np.bincount(part[:, channel].reshape(-1), minlength=256) for channel in range(3)]

@@ -94,8 +94,7 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
 
 
 def _entries(folder: Path, remedy: str = f"; {LAYOUT}") -> tuple[list[str], list[str]]:
-    """Return the sorted names of the folders, except hidden ones, and of the images; `DataError` if there is no such
-    folder, or it cannot be read."""
+    """Return the sorted names of the folders that are not hidden, and of the images; `DataError` if unreadable."""
     with name_file_in_error(folder, "cannot be read", remedy, DataError):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     folders = [entry.name for entry in entries if os.path.isdir(entry) and not entry.name.startswith(".")]
@@ -121,8 +120,7 @@ def _list_images(folder: str) -> list[str]:
 
 
 def _list_split(folder: Path) -> tuple[list[str], ImageFiles]:
-    """Return the sorted names of the class folders, and their images in the order of the names; `DataError` if there
-    are none."""
+    """Return the sorted class names, and their images in the order of the names; `DataError` if there are none."""
     class_names, _ = _entries(folder)
     if not class_names:
         indexed = f"shards and their index: {command('prepare_data')} --shards DATA_PATH"

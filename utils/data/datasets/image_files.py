@@ -81,8 +81,7 @@ class ImageFiles:
         return 3, self.size, self.size
 
     def read(self, indices: IntArray, crops: np.ndarray | None, *, replace: bool) -> ReadSamples:
-        """Decode the samples `indices`: their central squares, or random crops with `crops` (`Augmentation.crop`); see
-        `read_each`."""
+        """Decode samples: central squares, or random crops with `crops` (`Augmentation.crop`); see `read_each`."""
         from torchvision.transforms import functional
 
         def decode(content: bytes, row: int) -> np.ndarray:
