@@ -209,13 +209,6 @@ def find_leftovers(folder):
     return left
 
 
-def show(met, unexpected):
-    """Print a table by kind, with sums."""
-    rows = [[kind, str(met[kind]), str(unexpected[kind])] for kind in KINDS]
-    rows.append(["all", str(met.total()), str(unexpected.total())])
-    print_table("", ["fault", "met", "in runs with problems"], rows)
-
-
 def _is_of_a_library(path):
     # DataLoader opens empty files as a probe when a worker has died; they stay if its signal comes meanwhile
     is_probe = re.fullmatch("tmp.{8}", path.name) and path.is_file() and not path.stat().st_size
@@ -247,7 +240,9 @@ def main(argv=None):
         struck, unexpected, problems = campaign(ForkedRun(train, nproc, options.timeout), seed, numbers, faults, work)
         left = [path for path in Path(temporary).iterdir() if not _is_of_a_library(path)]
         problems += [f"left behind in TMPDIR: {path.name}" for path in left]
-    show(struck, unexpected)
+    rows = [[kind, str(struck[kind]), str(unexpected[kind])] for kind in KINDS]
+    rows.append(["all", str(struck.total()), str(unexpected.total())])
+    print_table("", ["fault", "met", "in runs with problems"], rows)
     if problems:
         print("\n".join(problems) + f"\nverdict: {len(problems)} UNEXPECTED; the runs are in {work}")
     else:
