@@ -98,7 +98,6 @@ def _only_views(operation):
 class Arithmetic(TorchDispatchMode):
     """While it is entered, CUDA tensors hold what the CPU computes."""
 
-    enabled = True
     captured: list[Callable[[], None]] | None = None  # operations of the current capture
     listener: Any = None  # kept alive because C++ calls it
 
@@ -112,8 +111,7 @@ class Arithmetic(TorchDispatchMode):
         name = operation._schema.name.split("::")[1]
         tensors = [value for value in tree_flatten((args, kwargs, out))[0] if isinstance(value, Tensor)]
         if (
-            not self.enabled
-            or operation.namespace in IGNORED_NAMESPACES
+            operation.namespace in IGNORED_NAMESPACES
             or name in NO_ARITHMETIC
             or _only_views(operation)
             or not any(tensor.device.type == "cuda" for tensor in tensors)
@@ -180,7 +178,7 @@ def start():
     def replay_and_compute(self):
         replay(self)
         with torch._C._DisableTorchDispatch(), torch.no_grad():
-            for compute in self.computations if Arithmetic.enabled else ():
+            for compute in self.computations:
                 compute()
 
     def repeat_collective(number):

@@ -26,7 +26,6 @@ int cublasGemmEx(Handle* handle) { return product(handle->stream); }
 int cublasGemmStridedBatchedEx(Handle* handle) { return product(handle->stream); }
 
 // ---- cuBLASLt
-size_t cublasLtGetVersion() { return 130100; }
 SUCCEEDS(int cublasLtMatmulDescCreate(char** descriptor), *descriptor = new char[512]())
 SUCCEEDS(int cublasLtMatmulPreferenceCreate(char** descriptor), *descriptor = new char[512]())
 SUCCEEDS(int cublasLtMatrixLayoutCreate(char** descriptor), *descriptor = new char[512]())

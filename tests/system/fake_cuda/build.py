@@ -16,6 +16,8 @@ HERE = Path(__file__).resolve().parent
 RUNTIME = ("ledger", "memory", "streams", "blas", "dnn", "nccl")
 # Functions of CUDA's libraries that PyTorch uses. Those not written here become stubs that return success.
 USED = re.compile(r"^(cuda[A-Z]|__cuda|cublas|cudnn|nccl)")
+# Their stubs return ncclInvalidUsage, since the fake NCCL cannot do them.
+REFUSED = ("ncclBroadcast", "ncclReduceScatter", "ncclSend", "ncclRecv", "ncclCommSplit")
 # Replacements for headers that PyTorch's wheels lack.
 EMPTY_MARKS = """
 __host__ __device__ __global__ __shared__ __constant__ __device_builtin__ __cudart_builtin__ __specialization_static
@@ -66,7 +68,7 @@ def build(folder):
     driver = {name for pair in declared for name in pair if name}
     _write_stubs(folder / "driver_stubs.c", driver - _symbols("--defined-only", folder / "driver.o"))
     compile_to(folder / "libfake_cuda.so", "-shared", *map(str, runtime), "-xc", str(folder / "runtime_stubs.c"))
-    driver_files = [str(folder / "driver.o"), "-xc", str(folder / "driver_stubs.c"), "-ldl"]
+    driver_files = [str(folder / "driver.o"), "-xc", str(folder / "driver_stubs.c")]
     compile_to(folder / "libcuda.so.1", "-shared", "-Wl,-soname,libcuda.so.1", *driver_files)
     (folder / "libcuda.so").unlink(missing_ok=True)
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
@@ -93,7 +95,8 @@ def _symbols(which, *files):
 
 
 def _write_stubs(path, names):
-    path.write_text("".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names)), encoding="utf-8")
+    lines = [f"int {name}(void) {{ return {5 if name in REFUSED else 0}; }}\n" for name in sorted(names)]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

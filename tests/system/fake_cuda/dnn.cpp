@@ -20,7 +20,6 @@ SUCCEEDS(cudnnStatus_t cudnnCreate(cudnnHandle_t* handle), *handle = (cudnnHandl
 SUCCEEDS(cudnnStatus_t cudnnSetStream(cudnnHandle_t handle, cudaStream_t stream), ((Handle*)handle)->stream = stream)
 SUCCEEDS(cudnnStatus_t cudnnGetStream(cudnnHandle_t handle, cudaStream_t* stream), *stream = ((Handle*)handle)->stream)
 size_t cudnnGetVersion() { return CUDNN_VERSION; }
-size_t cudnnGetCudartVersion() { return 13000; }
 SUCCEEDS(cudnnStatus_t cudnnGetProperty(libraryPropertyType property, int* value),
          *value = property == MAJOR_VERSION ? CUDNN_MAJOR : property == MINOR_VERSION ? CUDNN_MINOR : CUDNN_PATCHLEVEL)
 const char* cudnnGetErrorString(cudnnStatus_t) { return "an error of the fake cuDNN"; }

@@ -84,8 +84,6 @@ cudaError_t cudaSetDevice(int number) {
   device = number;
   return cudaSuccess;
 }
-SUCCEEDS(cudaError_t cudaDriverGetVersion(int* version), *version = 13000)
-cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int number) {
   cudaDeviceProp& p = *properties;
   memset(&p, 0, sizeof p);
@@ -106,14 +104,11 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int num
   cudaDeviceProp p;
   cudaGetDeviceProperties(&p, number);
   static const std::map<int, int> known = {
-      {cudaDevAttrMultiProcessorCount, p.multiProcessorCount}, {cudaDevAttrMaxThreadsPerBlock, p.maxThreadsPerBlock},
+      {cudaDevAttrMultiProcessorCount, p.multiProcessorCount}, {cudaDevAttrMaxRegistersPerBlock, p.regsPerBlock},
       {cudaDevAttrComputeCapabilityMajor, p.major}, {cudaDevAttrComputeCapabilityMinor, p.minor},
-      {cudaDevAttrMaxThreadsPerMultiProcessor, p.maxThreadsPerMultiProcessor}, {cudaDevAttrWarpSize, p.warpSize},
-      {cudaDevAttrMaxSharedMemoryPerBlock, p.sharedMemPerBlock}, {cudaDevAttrMaxGridDimX, p.maxGridSize[0]},
-      {cudaDevAttrMaxSharedMemoryPerBlockOptin, p.sharedMemPerBlockOptin}, {cudaDevAttrL2CacheSize, p.l2CacheSize},
-      {cudaDevAttrMaxRegistersPerBlock, p.regsPerBlock}, {cudaDevAttrMaxGridDimY, p.maxGridSize[1]},
-      {cudaDevAttrClockRate, 1980000}, {cudaDevAttrMemoryClockRate, 3201000},
-      {cudaDevAttrGlobalMemoryBusWidth, p.memoryBusWidth}, {cudaDevAttrUnifiedAddressing, 1},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, p.sharedMemPerBlockOptin}, {cudaDevAttrWarpSize, p.warpSize},
+      {cudaDevAttrGlobalMemoryBusWidth, p.memoryBusWidth}, {cudaDevAttrClockRate, 1980000},
+      {cudaDevAttrMemoryClockRate, 3201000},
   };
   auto found = known.find(attribute);
   *value = found == known.end() ? 0 : found->second;
@@ -151,17 +146,6 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   LOCK;
   cudaError_t error = work(stream, describe_copy(to, from), bytes);
   if (!error && !is_capturing(stream)) memmove(to, from, bytes);
-  return error;
-}
-cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, cudaStream_t stream) {
-  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
-}
-cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
-                              size_t height, cudaMemcpyKind, cudaStream_t stream) {
-  LOCK;
-  cudaError_t error = work(stream, describe_copy(to, from), width * height);
-  for (size_t row = 0; !error && !is_capturing(stream) && row < height; row++)
-    memmove((char*)to + row * to_pitch, (char*)from + row * from_pitch, width);
   return error;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {

@@ -79,8 +79,6 @@ void combine(const Call& call, const std::vector<const char*>& all, char* to, si
   else if (known && call.type == ncclFloat64) reduce_as<double>(all, to, count, operation);
   else if (known && call.type == ncclFloat16) reduce_as<_Float16, float>(all, to, count, operation);
   else if (known && call.type == ncclInt32) reduce_as<int32_t>(all, to, count, operation);
-  else if (known && bytes_of(call.type) == 1) reduce_as<uint8_t>(all, to, count, operation);
-  else if (known && call.type == ncclInt64) reduce_as<int64_t>(all, to, count, operation);
   else violation("a reduction that the fake NCCL does not support: type " + std::to_string(call.type));
 }
 
@@ -141,21 +139,6 @@ ncclResult_t collective(const char* name, Kind kind, const void* from, void* to,
   }
   return ncclSuccess;
 }
-ncclResult_t create(ncclComm_t* communicator, int size, int rank, const ncclUniqueId& id) {
-  auto* here = new Communicator{rank, size};
-  *communicator = (ncclComm_t)here;
-  if (size == 1) return ncclSuccess;
-  size_t bytes = sizeof(Meeting) + size * PIECE;
-  int file = open(id.internal, O_RDWR | O_CREAT, 0600);
-  if (file < 0 || ftruncate(file, bytes)) return ncclSystemError;
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  close(file);
-  if (memory == MAP_FAILED) return ncclSystemError;
-  here->meeting = (Meeting*)memory;
-  here->wait_for_all();
-  if (rank == 0) unlink(id.internal);  // it lives as long as a rank has it mapped
-  return ncclSuccess;
-}
 ncclResult_t end(const char* call) {
   if (fake_cuda_live_graphs_with_nccl())
     violation(std::string(call) + " while a graph that captured NCCL is alive: NCCL would wait for it forever");
@@ -176,7 +159,19 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* communicator, int size, ncclUniqueId id, int rank, ncclConfig_t*) {
-  return create(communicator, size, rank, id);
+  auto* here = new Communicator{rank, size};
+  *communicator = (ncclComm_t)here;
+  if (size == 1) return ncclSuccess;
+  size_t bytes = sizeof(Meeting) + size * PIECE;
+  int file = open(id.internal, O_RDWR | O_CREAT, 0600);
+  if (file < 0 || ftruncate(file, bytes)) return ncclSystemError;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  if (memory == MAP_FAILED) return ncclSystemError;
+  here->meeting = (Meeting*)memory;
+  here->wait_for_all();
+  if (rank == 0) unlink(id.internal);  // it lives as long as a rank has it mapped
+  return ncclSuccess;
 }
 ncclResult_t ncclCommInitAll(ncclComm_t* communicators, int size, const int*) {
   for (int rank = 0; rank < size; rank++) communicators[rank] = (ncclComm_t) new Communicator{rank, size};
@@ -203,12 +198,4 @@ ncclResult_t ncclReduce(BUFFERS, ncclRedOp_t operation, int root, PLACE) {
 ncclResult_t ncclAllGather(BUFFERS, PLACE) {
   return collective("ncclAllGather", GATHER, from, to, count, type, ncclSum, -1, ranks, stream);
 }
-
-#define UNSUPPORTED(name) \
-  ncclResult_t name { return violation("the fake NCCL has no " #name), ncclInvalidUsage; }
-UNSUPPORTED(ncclBroadcast(BUFFERS, int, PLACE))
-UNSUPPORTED(ncclReduceScatter(BUFFERS, ncclRedOp_t, PLACE))
-UNSUPPORTED(ncclSend(const void*, size_t, ncclDataType_t, int, PLACE))
-UNSUPPORTED(ncclRecv(void*, size_t, ncclDataType_t, int, PLACE))
-UNSUPPORTED(ncclCommSplit(ncclComm_t, int, int, ncclComm_t*, ncclConfig_t*))
 }

@@ -3,7 +3,6 @@
 import ctypes
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 WAIT = "WAIT "
@@ -16,24 +15,21 @@ class Work(NamedTuple):
     amount: int  # threads of a kernel, bytes of a copy, nodes of a graph
 
 
-@dataclass
-class Ledger:
+class Ledger(list[Work]):
     """The record of a `with record()` block, filled at its end."""
-
-    work: list[Work] = field(default_factory=list)
 
     @property
     def kernels(self):
         """All entries but waits and copies."""
-        return [entry for entry in self.work if not entry.name.startswith((WAIT, "copy "))]
+        return [entry for entry in self if not entry.name.startswith((WAIT, "copy "))]
 
     @property
     def waits(self):
-        return [entry.name.removeprefix(WAIT) for entry in self.work if entry.name.startswith(WAIT)]
+        return [entry.name.removeprefix(WAIT) for entry in self if entry.name.startswith(WAIT)]
 
     def bytes_copied(self, direction):
         """Bytes "to device" or "to host"."""
-        return sum(entry.amount for entry in self.work if entry.name.startswith(f"copy {direction}"))
+        return sum(entry.amount for entry in self if entry.name.startswith(f"copy {direction}"))
 
 
 def is_active():
@@ -65,10 +61,8 @@ def record():
         yield ledger
     finally:
         library.fake_cuda_record(0)
-        ledger.work += [
-            Work(library.fake_cuda_name(i).decode(), library.fake_cuda_amount(i))
-            for i in range(library.fake_cuda_entries())
-        ]
+        for number in range(library.fake_cuda_entries()):
+            ledger.append(Work(library.fake_cuda_name(number).decode(), library.fake_cuda_amount(number)))
 
 
 def take_violations():

@@ -24,10 +24,8 @@ from utils.distributed.ranks import run_ranks
 from utils.training.averages import RunningStatistics
 from utils.training.step import GraphedUpdate
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not runtime.is_active(), reason="compares results of the fake CUDA runtime with the CPU's"),
-]
+on_fake = pytest.mark.skipif(not runtime.is_active(), reason="compares the fake CUDA runtime with the CPU")
+pytestmark = [pytest.mark.gpu, on_fake]
 
 BATCH, TOLERANCE = 16, 1e-5
 GRAPHS: dict[str, Any] = {"enable_cuda_graphs": True}

@@ -9,20 +9,17 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
-import types
-import typing
 from collections import Counter
 from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 
-from tests.conftest import CLASSES, ROOT, TINY, plan_on, read_records
+from tests.conftest import BLOCKS, CLASSES, ROOT, TINY, plan_on, read_records
 from tests.system.fake_cuda import runtime
 from train import Trainer
-from utils.config import Config, list_blocks, load_config
+from utils.config import Config, load_config
 from utils.distributed.config import DistributedConfig
 from utils.distributed.world import World
 from utils.errors import ConfigError, Stopped
@@ -59,10 +56,10 @@ def train(config, folder, stop_after=None):
     stops = pytest.raises(Stopped, match=r"after \d+ batches") if stop_after else nullcontext()
     with stops, runtime.record() if runtime.is_active() else nullcontext(runtime.Ledger()) as ledger:
         trainer.train()
-    done = runtime.Ledger(ledger.work[ends[-2] : ends[-1]])
+    done = runtime.Ledger(ledger[ends[-2] : ends[-1]])
     graphs = [entry.amount for entry in done.kernels if entry.name == "graph"]
     copied = [done.bytes_copied(direction) for direction in ("to device", "to host")]
-    waits = runtime.Ledger(ledger.work[begins[-1] : ends[-1]]).waits
+    waits = runtime.Ledger(ledger[begins[-1] : ends[-1]]).waits
     return trainer, waits, [len(done.kernels), len(graphs), sum(graphs), len(done.waits), *copied]
 
 
@@ -97,14 +94,17 @@ def check_resume(config, folder, monkeypatch):
     return counts
 
 
-# ---- blocks; those with equal training settings run once
+RUN = {
+    "device": "cuda", "batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "max_epochs": 2,
+    "lr": 0.01, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False, "num_data_workers": 0,
+}  # fmt: skip
 
-SMALL = {
+# ---- blocks, at their smallest; those that are then equal run once
+
+SMALL = RUN | {
     "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "zero_init_residual": False,
-    "batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "max_epochs": 2,
-    "num_data_workers": 0, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False,
-    "enable_profiling": False, "stop_at_accuracy": None, "device": "cuda",
-    "save_checkpoint": True,
+    "momentum": 0.9, "weight_decay": 1e-4, "lr_decay_factor": 0.1, "seed": 0, "limit_train_batches": STEPS,
+    "stop_at_accuracy": None, "save_checkpoint": True, "enable_profiling": False, "cpu_kernels": False,
     "enable_compile": False,  # compiled kernels compute nothing on the fake runtime
 }  # fmt: skip
 
@@ -114,58 +114,27 @@ def shrink(config):
     values = config.model_dump() | SMALL
     values |= {"image_size": 32} if config.dataset == "imagenet" else {"dataset": "shapes"}
     accumulates = config.micro_batch_size is not None and config.batch_size > config.micro_batch_size
-    values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1)
+    values["lr_warmup_epochs"] = min(config.lr_warmup_epochs, 1.0)
     values["lr_schedule"] = (1,) if config.schedule_kind == "step" else config.lr_schedule
     values["micro_batch_size"] = 4 if accumulates else None
     values["deterministic"] = config.deterministic or config.verify_every_steps is not None
     if config.data_loader == "dali":
         values["data_loader"] = "torchvision"
-    return Config(**values)
+    return values
 
 
-# Settings that do not affect a step: blocks that differ only in them run once.
-NOT_OF_THE_STEP = re.compile(
-    r"(lr|log|limit|checkpoint|profiling|cifar100|rank_timeout)_.*|lr|seed|data_path"
-    "|max_epochs|weight_decay|momentum|stop_at_accuracy|test_time_views|valid_batch_size_per_gpu"
-    "|validate_every_epochs|save_checkpoint|num_data_workers|enable_profiling"
-    "|pretrained|keep_checkpoints|cpu_kernels"
-)
-
-
-def key_of(config):
-    """Return a key that is equal for blocks with equal steps: the settings that affect a step."""
-    precision = plan_on(config, "cuda").precision
-    values = {key: value for key, value in config.model_dump().items() if not NOT_OF_THE_STEP.fullmatch(key)}
-    for key in ("enable_extra_opts", "enable_amp", "amp_dtype", "opt_level", "keep_batchnorm_fp32", "loss_scale"):
-        del values[key]
-    kind = precision.dtype, precision.level, precision.keep_batchnorm_fp32
-    values["precision"] = precision.level == "O0" or kind
-    values["loss_scale"] = "dynamic" if precision.loss_scale == "dynamic" else precision.loss_scale is not None
-    values |= {key: config.extra_opt(key) for key in ("fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark")}
-    return json.dumps(values, sort_keys=True, default=str)
-
-
-def distinct():
-    """Return the blocks that differ after shrinking, each named after its first."""
-    found = {}
-    for path in sorted((ROOT / "config").glob("*.yaml")):
-        for name in list_blocks(path):
-            config = shrink(load_config(path, name))
-            schedule = config.schedule_kind, config.lr_warmup_by, config.lr_warmup_epochs > 0
-            key = key_of(config), schedule, config.test_time_views, config.checkpoint_every_steps
-            found.setdefault(key, pytest.param(config, id=f"{path.stem}-{name}"))
-    return list(found.values())
-
-
+DISTINCT = {}  # each named after its first block
+for path, name in (block.values for block in BLOCKS):
+    values = shrink(load_config(path, name)) | {"data_path": None}
+    DISTINCT.setdefault(json.dumps(values), pytest.param(values, id=f"{path.stem}-{name}"))
 GOLDEN = ROOT / "tests/system/fake_cuda/golden_steps.txt"
-BLOCKS = distinct()
 if os.environ.get("GOLDEN_STEPS") == "write":
     GOLDEN.write_text("")
 
 
-@pytest.mark.parametrize("config", BLOCKS)
-def test_a_block_resumes_after_a_stop(config, pictures, tmp_path, monkeypatch, request):
-    counts = check_resume(Config(**config.model_dump() | {"data_path": str(pictures)}), tmp_path, monkeypatch)
+@pytest.mark.parametrize("values", DISTINCT.values())
+def test_a_block_resumes_after_a_stop(values, pictures, tmp_path, monkeypatch, request):
+    counts = check_resume(Config(**values | {"data_path": str(pictures)}), tmp_path, monkeypatch)
     line = " ".join(map(str, [torch.__version__.partition("+")[0], request.node.callspec.id, *counts]))
     if os.environ.get("GOLDEN_STEPS") == "write":
         with GOLDEN.open("a") as file:
@@ -182,47 +151,34 @@ NUMBERS = {
     "clip_grad_norm": [None, 1.0], "ema_decay": [None, 0.9], "label_smoothing": [0.0, 0.1],
     "loss_scale": [None, "dynamic", 128.0], "optimizer": ["sgd", "adamw", "muon"], "micro_batch_size": [None, 4],
     "mixup_alpha": [0.0, 0.2], "cutmix_alpha": [0.0, 1.0], "cutout_size": [0, 8], "checkpoint_every_steps": [None, 2],
-    "progressive": [{}, {"progressive_image_sizes": [[16, 0.5]]}],
+    "progressive_image_sizes": [[], [[16, 0.5]]], "data_loader": ["device", "torchvision", "synthetic"],
+    "parallel": ["ddp", "dataparallel"],  # no_communication compares several ranks
 }  # fmt: skip
 OTHERS = ["enable_nhwc", "deterministic", "rnd_horizontal_flip"]
 # compiled kernels compute nothing on the fake runtime; schedules only change the learning rate; cpu_kernels is for CPUs
 EXCLUDED = {"enable_compile", "lr_schedule", "lr_scale_rule", "lr_warmup_by", "cpu_kernels"}
-RUN = {"batch_size": 8, "valid_batch_size_per_gpu": 8, "limit_valid_batches": 1, "log_freq": 1000, "lr": 0.01}
-RUN |= {"device": "cuda", "max_epochs": 2, "log_to_screen": False}
 
 
-def values_of(key):
-    """Return all values of a setting that is a bool or one of a few names, including null if allowed; else none."""
-
-    def spread(kind):
-        if kind is bool:
-            yield from (False, True)
-        elif kind is types.NoneType:
-            yield None
-        elif typing.get_origin(kind) is typing.Literal:
-            yield from typing.get_args(kind)
-        elif typing.get_origin(kind) in (types.UnionType, typing.Union):
-            yield from itertools.chain.from_iterable(map(spread, typing.get_args(kind)))
-
-    return list(dict.fromkeys(spread(Config.model_fields[key].annotation)))
+def values_of(schema):
+    """Return the values of a setting that is a bool or one of a few names, with null if allowed, from its schema."""
+    few = {"boolean": [False, True], "null": [None]}
+    parts = schema.get("anyOf", [schema])
+    return [value for part in parts for value in part.get("enum", few.get(part.get("type"), []))]
 
 
 def switches():
     """Return {setting: values} of all settings that affect a step, including future ones."""
+    schemas = Config.model_json_schema()["properties"]
     groups = (OptimizerConfig, PrecisionConfig, RecipeConfig, DistributedConfig, SpeedConfig)
-    keys = dict.fromkeys(key for group in groups for key in vars(group)["__annotations__"])
-    found = {key: values_of(key) for key in [*keys, *OTHERS] if key not in {*EXCLUDED, *NUMBERS}}
-    found["parallel"].remove("no_communication")  # compares several ranks
-    loaders = {"data_loader": ["device", "torchvision", "synthetic"]}
-    return {key: values for key, values in found.items() if len(values) > 1} | loaders | NUMBERS
+    keys = [key for group in groups for key in vars(group)["__annotations__"]]
+    found = {key: values_of(schemas[key]) for key in [*keys, *OTHERS] if key not in {*EXCLUDED, *NUMBERS}}
+    return {key: values for key, values in found.items() if len(values) > 1} | NUMBERS
 
 
 def configure(row):
     """Return a whole configuration of {setting: index of its value}; ValueError or ConfigError if they are
     incompatible."""
-    changes = {key: CHOSEN[key][number] for key, number in row.items()}
-    sizes = changes.pop("progressive", {})
-    config = Config(**TINY | changes | sizes | RUN)
+    config = Config(**TINY | {key: CHOSEN[key][number] for key, number in row.items()} | RUN)
     plan_on(config, "cuda")
     return config
 
@@ -239,18 +195,12 @@ def covering_rows():
     left = {frozenset(pair) for pair in itertools.combinations(choices, 2) if pair[0][0] != pair[1][0]}
     generator, rows = random.Random(0), []
     for group, pair in itertools.product(NEEDED, sorted(left, key=sorted)):
-        row = group | dict(pair)
-        if pair not in left or not is_allowed(row):
+        if pair not in left or not is_allowed(row := group | dict(pair)):
             continue
         for key in generator.sample([key for key in CHOSEN if key not in row], len(CHOSEN) - len(row)):
-            gains = [
-                (sum(frozenset({(key, number), old}) in left for old in row.items()), -number)
-                for number in range(len(CHOSEN[key]))
-            ]
-            for _, number in sorted(gains, reverse=True):
-                if is_allowed(row | {key: -number}):
-                    row[key] = -number
-                    break
+            allowed = [(key, number) for number in range(len(CHOSEN[key])) if is_allowed(row | {key: number})]
+            new = [sum(frozenset({choice, old}) in left for old in row.items()) for choice in allowed]
+            row |= [allowed[new.index(max(new))]]
         left -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
         rows.append(row)
     return rows, left
@@ -266,16 +216,10 @@ ROWS, REFUSED = covering_rows()
 
 
 def test_refused_pairs():
-    assert Counter(tuple(sorted(key for key, _ in pair)) for pair in REFUSED) == {
-        ("nesterov", "optimizer"): 1,
-        ("enable_cuda_graphs", "enable_extra_opts"): 1,
-        ("enable_cuda_graphs", "parallel"): 1,
-        ("ema_decay", "opt_level"): 2,
-        ("loss_scale", "opt_level"): 2,
-        ("enable_sync_bn", "fuse_norm_relu"): 1,
-        ("enable_nhwc", "fuse_norm_relu"): 1,
-        ("fuse_norm_relu", "parallel"): 1,
-    }
+    assert Counter(" ".join(sorted(key for key, _ in pair)) for pair in REFUSED) == {
+        "nesterov optimizer": 1, "enable_cuda_graphs parallel": 1, "ema_decay opt_level": 2, "loss_scale opt_level": 2,
+        "enable_sync_bn fuse_norm_relu": 1, "enable_nhwc fuse_norm_relu": 1, "fuse_norm_relu parallel": 1,
+    }  # fmt: skip
 
 
 QUICK_AND_SLOW = [*ROWS[:QUICK], *(pytest.param(row, marks=pytest.mark.slow) for row in ROWS[QUICK:])]
