@@ -59,6 +59,14 @@ RECIPE = {"mixup_alpha": 0.2, "cutmix_alpha": 1.0, "cutout_size": 8, "ema_decay"
 RECIPE |= {"progressive_image_sizes": [[16, 0.5]]}
 
 
+@pytest.fixture(autouse=True)
+def _as_before():
+    """Restore PyTorch's defaults after a test that was deterministic."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     return make_folders(tmp_path_factory.mktemp("made") / "folders")

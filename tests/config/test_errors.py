@@ -46,11 +46,8 @@ def test_a_smaller_micro_batch_is_the_remedy_in_the_step_only(tiny, one_rank, mo
 
 def test_an_operation_without_a_deterministic_kernel_is_named():
     torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(RuntimeError) as raised:
-            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with pytest.raises(RuntimeError) as raised:
+        torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     explained = explain(raised.value)
     first, second = str(explained).splitlines()
     assert first == "deterministic is true, but PyTorch has no deterministic kernel for put_ on this device"

@@ -44,40 +44,32 @@ ROWS = [  # (name, content or function of the path, outcome)
     ("rotated.jpg", encode("JPEG", exif=ROTATED), READ),  # it is not rotated
     ("cmyk.jpg", encode("JPEG", picture().convert("CMYK")), READ),
     *((f"x{extension}", encode(kind), READ) for extension, kind in FORMATS.items()),
-    # alpha: dropped
-    ("rgba.png", with_alpha("PNG"), READ),
+    ("rgba.png", with_alpha("PNG"), READ),  # alpha is dropped
     ("palette.png", encode("PNG", picture().quantize(16), transparency=bytes(range(0, 256, 16))), READ),
     ("alpha.webp", with_alpha("WEBP", lossless=True), READ),
-    # 16 bits per channel: the upper eight
     ("deep.png", encode("PNG", Image.fromarray(np.arange(SIZE**2, dtype=np.uint16).reshape(SIZE, SIZE) * 64)), READ),
-    # other depths, signed numbers
-    ("uint16.tif", DEEP, READ),
-    ("float.tif", encode("TIFF", picture().convert("F")), UNREADABLE),
+    ("uint16.tif", DEEP, READ),  # of 16 bits the upper eight, as in deep.png
+    ("float.tif", encode("TIFF", picture().convert("F")), UNREADABLE),  # other depths, signed numbers
     ("white is 0.tif", DEEP.replace(BLACK_IS_ZERO, BLACK_IS_ZERO[:-4] + bytes(4)), UNREADABLE),
     ("int16.tif", encode("TIFF", picture().convert("L").convert("I;16"), tiffinfo={339: 2}), UNREADABLE),
     ("float.ppm", b"Pf 4 4 -1.0\n" + np.ones(16, np.float32).tobytes(), UNREADABLE),
-    # animated: the first frame
-    ("gif.png", animated("GIF"), READ),
+    ("gif.png", animated("GIF"), READ),  # the first frame
     ("animated.png", animated("PNG"), READ),
-    # another format's extension, a link, a name that is not UTF-8
-    ("png.jpg", encode("PNG"), READ),
+    ("png.jpg", encode("PNG"), READ),  # another format's extension
     ("jpeg.png", JPEG, READ),
     ("link.jpg", lambda path: os.symlink(b"../000/grey.jpg", path), READ),
     (b"\xff\xfe caf\xe9.jpg", JPEG, READ),
-    # damaged
     ("damaged.jpg", JPEG[:MIDDLE] + b"\x12\x34\x56" + JPEG[MIDDLE + 3 :], READ),  # decoders continue
     ("cut.jpg", JPEG[: len(JPEG) * 2 // 3], UNREADABLE),
     ("cut.png", encode("PNG")[:-60], UNREADABLE),
     ("text.jpg", b"no image", UNREADABLE),
     ("empty.jpg", b"", UNREADABLE),
     ("bomb.png", lambda path: Image.new("1", (20_000, 20_000)).save(os.fsdecode(path)), UNREADABLE),
-    # not a regular file
-    ("fifo.jpg", os.mkfifo, UNREADABLE),
+    ("fifo.jpg", os.mkfifo, UNREADABLE),  # not a regular file
     ("device.jpg", lambda path: os.symlink("/dev/zero", path), UNREADABLE),
     ("broken.jpg", lambda path: os.symlink("nowhere", path), UNREADABLE),
     ("loop.jpg", lambda path: os.symlink("loop.jpg", path), UNREADABLE),
-    # another extension
-    ("x.gif", animated("GIF"), IGNORED),
+    ("x.gif", animated("GIF"), IGNORED),  # another extension
 ]
 
 

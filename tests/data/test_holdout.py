@@ -100,9 +100,9 @@ def test_the_test_images_are_read_once_at_the_end_and_evaluate_reads_them_again(
         assert found["recorded"] == {"acc1": found["acc1"], "loss": found["loss"]}
 
 
-def test_without_held_out_images_nothing_is_tested(tiny, one_rank, tmp_path, capsys):
-    assert "test_acc1" not in train(tiny(max_epochs=1), one_rank, tmp_path)["end"]
-    assert evaluate.main([str(tmp_path), "--test"]) == 2
+def test_without_held_out_images_nothing_is_tested(finished, capsys):
+    assert "test_acc1" not in last_records(finished)["end"]
+    assert evaluate.main([str(finished), "--test"]) == 2
     assert "the run held out no images" in capsys.readouterr().err
 
 

@@ -154,7 +154,7 @@ def test_every_name_in_tools_is_a_command_and_other_packages_have_at_most_twelve
 
 
 # Lines at most, a promise: new code pays with deleted code (CONTRIBUTING.md). Lower a number when code has gone.
-SIZES = {"product": 14_600, "tests": 16_050, "docs": 2_000}
+SIZES = {"product": 14_600, "tests": 15_840, "docs": 2_000}
 PACKAGES_OF_THE_PRODUCT = {
     "models": 300,
     "tools/bench": 1_115,

@@ -11,14 +11,6 @@ from utils.distributed.world import World
 from utils.training.learner import prepare_backends
 
 
-@pytest.fixture(autouse=True)
-def _as_before():
-    """Restore PyTorch's defaults."""
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
-
-
 def test_deterministic_is_noted_and_disables_cudnn_benchmark(tiny):
     config = tiny(deterministic=True, enable_extra_opts=True)
     assert not plan_on(tiny(), "cuda").notes
