@@ -21,18 +21,11 @@ def schema():
     """Return the JSON schema of a configuration file: a mapping of block names to blocks, without required keys."""
     block = Config.model_json_schema()
     block["properties"]["<<"] = {"description": "merge one block or a list of blocks"}
-    block["properties"]["extends"] = {
-        "description": "FILE#BLOCK: begin with a block of another file, found in this file's folder or the code's",
-        "type": "string",
-        "pattern": "^.+#[^#]+$",
-    }
+    extends = "FILE#BLOCK: begin with a block of another file, found in this file's folder or the code's"
+    block["properties"]["extends"] = {"description": extends, "type": "string", "pattern": "^.+#[^#]+$"}
     block["title"] = "block"
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "configuration blocks of train.py",
-        "type": "object",
-        "additionalProperties": block,
-    }
+    file = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "configuration blocks of train.py"}
+    return file | {"type": "object", "additionalProperties": block}
 
 
 def default_block():

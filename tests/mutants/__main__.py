@@ -53,10 +53,8 @@ def run_tests(root, tests, k, limit, mutant=None):
                 return None
             path.write_text(text.replace(mutant["old"], mutant["new"]), encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests.split()]
-        process = subprocess.Popen(
-            [*command, "-k", k], cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
+        how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+        process = subprocess.Popen([*command, "-k", k], cwd=folder, **how)
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:

@@ -59,10 +59,7 @@ def test_the_smallest_variant_runs_as_printed(chapter, tmp_path):
     for name in USED:
         (tmp_path / name).symlink_to(ROOT / name)
     search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    ended = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block],
-        cwd=tmp_path, env=without_launcher(os.environ) | {"PATH": search},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    how = {"env": without_launcher(os.environ) | {"PATH": search}, "capture_output": True, "text": True}
+    ended = subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=tmp_path, check=False, **how)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert SHOWS[chapter] in ended.stdout, ended.stdout

@@ -16,9 +16,7 @@ auto& entries = *new std::vector<Entry>;
 auto& violations = *new std::vector<std::string>;
 }  // namespace
 
-void note(const std::string& name, size_t amount) {
-  if (recording) entries.push_back({name, amount});
-}
+void note(const std::string& name, size_t amount) { if (recording) entries.push_back({name, amount}); }
 
 void host_waits(const char* how) { note(std::string("WAIT ") + how, 0); }
 

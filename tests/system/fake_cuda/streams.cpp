@@ -208,8 +208,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
   LOCK;
   static unsigned long long captures = 0;
   Stream* stream = find(handle);
-  if (stream == &legacy)
-    return refused("a capture of the legacy stream", cudaErrorStreamCaptureUnsupported);
+  if (stream == &legacy) return refused("a capture of the legacy stream", cudaErrorStreamCaptureUnsupported);
   if (stream->capture) return failed(cudaErrorIllegalState);
   stream->capture = new Capture{++captures, mode, std::this_thread::get_id(), stream, {stream}};
   stream->last.clear();
@@ -235,8 +234,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   }
   live.erase(capture);
   if (capture->invalid) return failed(cudaErrorStreamCaptureInvalidated);
-  if (!loose.empty())
-    return refused("a capture ends with unjoined work:" + loose, cudaErrorStreamCaptureUnjoined);
+  if (!loose.empty()) return refused("a capture ends with unjoined work:" + loose, cudaErrorStreamCaptureUnjoined);
   *graph = (cudaGraph_t)capture->graph;
   return cudaSuccess;
 }

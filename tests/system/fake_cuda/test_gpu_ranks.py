@@ -10,6 +10,7 @@ replayed.
 import itertools
 import json
 import os
+import secrets
 import signal
 from typing import Any
 
@@ -96,10 +97,7 @@ def train_in_halves(folder, device, runs):
 
 
 def start(folder, program, *arguments, ranks=2):
-    folder = folder / program.__name__
-    while folder.exists():
-        folder = folder.with_name(f"{folder.name}-again")
-    return run_job(folder, ranks, program, *arguments, timeout=300, FAKE_CUDA_DEVICES="2")
+    return run_job(folder / secrets.token_hex(4), ranks, program, *arguments, timeout=300, FAKE_CUDA_DEVICES="2")
 
 
 def train_on(folder, device, runs, ranks=2, program=train_runs):

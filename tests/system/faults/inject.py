@@ -161,9 +161,8 @@ def flip_once(learner, verifier, flip, batch, counts):
         error = str(raised)
     del learner.train_step
     before.restore()
-    differs = bool(found) and (
-        found.keys() != expected.keys() or any(not torch.equal(found[name], expected[name]) for name in found)
-    )
+    same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    differs = bool(found) and not same
     ranks = world.all_gather((differs, struck))
     named = [int(rank) for rank in re.findall(r"rank (\d+) \(", error)] == [flip.rank]
     counts.update(["flips"])

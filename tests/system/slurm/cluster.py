@@ -51,22 +51,15 @@ wait
 """
 
 
-def why_not():
-    """Return why this machine cannot run the cluster, or None."""
-    commands = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
-    missing = [command for command in commands if not shutil.which(command, path=os.environ["PATH"] + ":/usr/sbin")]
-    if missing:
-        return f"not installed: {' '.join(missing)} (tests/system/slurm/install.sh)"
-    if subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False).returncode:
-        return "namespaces are not allowed here, or this is not root"
-    return None
-
-
 @contextlib.contextmanager
 def start_cluster(num_nodes, settings=""):
     """Give a SlurmCluster whose nodes node1..nodeN are idle; skip the test on a machine that cannot have one."""
-    if reason := why_not():
-        pytest.skip(reason)
+    commands = ["slurmctld", "slurmd", "sbatch", "munged", "ip", "unshare", "nsenter", "setpriv"]
+    missing = [command for command in commands if not shutil.which(command, path=os.environ["PATH"] + ":/usr/sbin")]
+    if missing:
+        pytest.skip(f"not installed: {' '.join(missing)} (tests/system/slurm/install.sh)")
+    if subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("namespaces are not allowed here, or this is not root")
     with tempfile.TemporaryDirectory(prefix="slurm-") as made:  # a short path: that of a Unix socket is limited
         cluster = SlurmCluster(Path(made), num_nodes, settings)
         try:

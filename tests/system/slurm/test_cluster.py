@@ -121,9 +121,10 @@ def test_cancelled_saves_and_stays_cancelled(cluster, project):
     assert run.end("CANCELLED")["Restarts"] == "0"
 
 
-@pytest.mark.parametrize(
-    "options", ["--nodes=2 --gres=gpu:2", "--exclusive", "--gpus-per-task=2 --gpus=2 --gpus-per-node=2"]
-)
+TWO_GPUS = ["--nodes=2 --gres=gpu:2", "--exclusive", "--gpus-per-task=2 --gpus=2 --gpus-per-node=2"]
+
+
+@pytest.mark.parametrize("options", TWO_GPUS)
 def test_step_sees_all_gpus_of_the_job(cluster, project, tmp_path, options):
     """Whatever option asks sbatch for two GPUs; the #SBATCH line asks for one."""
     make_command(tmp_path, "python", '[[ $1 == train.py ]] || echo "$SLURMD_NODENAME has GPUs $SLURM_STEP_GPUS: $*"')

@@ -290,9 +290,8 @@ def test_a_job_ends_with_its_status_and_is_requeued_or_not(tmp_path, name):
     assert (status, says, requeued) == (case.status, fill_in(case.says), case.requeued)
     assert not (tmp_path / "executed").exists() and not list(tmp_path.glob("expts/.slurm*"))
     calls = job.arguments("srun")
-    assert len(calls) == (case.options is not None) and set((case.options or "").split()) <= {
-        word for words in calls for word in words
-    }
+    given = {word for words in calls for word in words}
+    assert len(calls) == (case.options is not None) and set((case.options or "").split()) <= given
     if "SLURM_STEP_ID" in case.given:  # the other nodes do not wait
         assert job.arguments("scancel") == [["--signal=KILL", "4.0"]] and len(job.torchrun()) == 1
     elif case.given.get("srun") == STARTS_NODES:
@@ -428,20 +427,17 @@ STAYS = ["State=DRAIN", f"Reason=check_node.sh: {f'fingerprint: {SLOW}'[:300]}"]
 RESUMES = ["State=RESUME"]
 
 
-@pytest.mark.parametrize(
-    ("drained", "doctor", "role", "status", "update"),
-    [
-        ("", FAILS, "prolog_slurmd", 1, DRAINS), ("", FAILS, "epilog_slurmd", 0, DRAINS),
-        ("", DIFFERS, "epilog_slurmd", 0, STAYS), (OURS, DIFFERS, "mended", 0, STAYS),
-        (BY_A_HUMAN, DIFFERS, "mended", 0, []), (WRONG_RESULTS, DIFFERS, "mended", 0, []),
-        (BY_A_HUMAN, FAILS, "prolog_slurmd", 1, []),
-        (OURS, PASSES, "mended", 0, RESUMES), (OURS, WARNS, "epilog_slurmd", 0, RESUMES),
-        *(("", doctor, "prolog_slurmd", 0, []) for doctor in (PASSES, MISTYPED, HANGS)),
-        *((OURS, doctor, "mended", 0, []) for doctor in (FAILS, MISTYPED, CRASHES, HANGS)),
-        (BY_A_HUMAN, PASSES, "mended", 0, []), (WRONG_RESULTS, PASSES, "mended", 0, []),
-        (None, FAILS, "prolog_slurmd", 1, []), (None, FAILS, "health", 0, []),  # no scontrol
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("drained", "doctor", "role", "status", "update"), [
+    ("", FAILS, "prolog_slurmd", 1, DRAINS), ("", FAILS, "epilog_slurmd", 0, DRAINS),
+    ("", DIFFERS, "epilog_slurmd", 0, STAYS), (OURS, DIFFERS, "mended", 0, STAYS),
+    (BY_A_HUMAN, DIFFERS, "mended", 0, []), (WRONG_RESULTS, DIFFERS, "mended", 0, []),
+    (BY_A_HUMAN, FAILS, "prolog_slurmd", 1, []),
+    (OURS, PASSES, "mended", 0, RESUMES), (OURS, WARNS, "epilog_slurmd", 0, RESUMES),
+    *(("", doctor, "prolog_slurmd", 0, []) for doctor in (PASSES, MISTYPED, HANGS)),
+    *((OURS, doctor, "mended", 0, []) for doctor in (FAILS, MISTYPED, CRASHES, HANGS)),
+    (BY_A_HUMAN, PASSES, "mended", 0, []), (WRONG_RESULTS, PASSES, "mended", 0, []),
+    (None, FAILS, "prolog_slurmd", 1, []), (None, FAILS, "health", 0, []),  # no scontrol
+])  # fmt: skip
 def test_the_doctor_drains_a_node_and_returns_only_its_own(tmp_path, drained, doctor, role, status, update):
     state = f"State=IDLE+DRAIN ThreadsPerCore=1 Reason={drained}" if drained else "State=IDLE ThreadsPerCore=1"
     make_command(tmp_path, "logger", f'echo "$*" >>{tmp_path}/said')
