@@ -20,7 +20,7 @@ from utils.data.datasets.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_S
 from utils.data.datasets.shards import INDEX_FILE, open_shards
 from utils.data.loader import DeviceLoader, Loader, SyntheticLoader, TorchvisionLoader, decode_all
 from utils.data.sampling import IntArray, Sampler
-from utils.distributed.launch import find_launch, in_batch_job, name_ranks
+from utils.distributed.launch import SCHEDULER_VARIABLES, find_launch, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
 from utils.user_code import is_user_code
@@ -48,8 +48,9 @@ class Loaders:
 
 
 def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dataset:
-    """Collective: open the dataset. With `fetch` one process downloads it, except in a batch job (no network)."""
-    dataset = world.main_first(lambda: find_dataset(config, download=fetch and not in_batch_job(os.environ)))
+    """Collective: open the dataset. With `fetch` one process downloads it, except in a batch job."""
+    fetch &= not any(os.environ.get(name) for name in SCHEDULER_VARIABLES)  # whose nodes often have no network
+    dataset = world.main_first(lambda: find_dataset(config, download=fetch))
     found = world.all_gather(dataset.describe())
     # versions of Pillow decode some pixels differently: all ranks take the statistics of rank 0
     statistics: dict[str, Any] = {name: found[0][name] for name in STATISTICS}

@@ -85,11 +85,6 @@ def torchrun_here(processes: int, rendezvous: Path) -> tuple[list[str], dict[str
     return [*command, f"--rdzv-endpoint={rendezvous}", f"--rdzv-id={uuid.uuid4().hex}"], LOOPBACK_VARIABLES
 
 
-def in_batch_job(environment: Mapping[str, str]) -> bool:
-    """Return whether a scheduler started this process: Slurm, PBS or LSF."""
-    return any(environment.get(name) for name in SCHEDULER_VARIABLES)
-
-
 def fill_in_job(option: str, text: str, environment: Mapping[str, str]) -> str:
     """Replace %a, %A and %j in `text` by numbers of this Slurm job, as sbatch --output does; %% is a percent sign.
     Raises `ConfigError` naming the `option` outside of such a job."""

@@ -132,18 +132,15 @@ def _connect(address: str, launch: Launch, timeout: float) -> dist.TCPStore:
     owner = "rank 0" if launch.hosts_store else "torchrun"
     # torchrun's store is open before the ranks start, so a closed one means that torchrun is gone
     limit = timeout if launch.hosts_store else min(timeout, STORE_SECONDS)
-    message = (
+    if wait_for(lambda: _is_open(address, launch.port), limit):  # PyTorch's own attempts would print stack traces
+        with suppress(dist.DistError):
+            seconds = timedelta(seconds=STORE_SECONDS)
+            return dist.TCPStore(address, launch.port, timeout=seconds, wait_for_workers=False)
+    raise ExpectedError(
         f"no answer from {owner} at {address}:{launch.port} within {limit:g} s (rank_timeout_seconds); tried from "
         f"{socket.gethostname()}\ncheck that {owner} has started, and that MASTER_ADDR and MASTER_PORT are right, "
         "pass the firewall, and belong to no other job or program"
     )
-    # PyTorch's own attempts would each print a stack trace
-    if not wait_for(lambda: _is_open(address, launch.port), limit):
-        raise ExpectedError(message)
-    try:
-        return dist.TCPStore(address, launch.port, timeout=timedelta(seconds=STORE_SECONDS), wait_for_workers=False)
-    except dist.DistError:
-        raise ExpectedError(message) from None
 
 
 def _is_open(address: str, port: int) -> bool:

@@ -1,6 +1,6 @@
 """Which of our own layers a network gets: the one function by which the rest of the code reaches these kernels."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -22,13 +22,12 @@ def use_kernels(
     """
     if stem_channels != COLOURS:
         pad_stem(model, stem_channels)  # STEM: zero channels after the three colours
-    replacements: dict[str, Callable[[], None]] = {
-        "fuse_norm_relu": partial(fuse_norms, model, device),
-        "winograd": partial(use_winograd, model),
-        "weight_products": partial(use_products, model, dtype),
-    }
     skipped = {}
-    for name, replace in replacements.items():
+    for name, replace in (
+        ("fuse_norm_relu", partial(fuse_norms, model, device)),
+        ("winograd", partial(use_winograd, model)),
+        ("weight_products", partial(use_products, model, dtype)),
+    ):
         try:
             if name in kernels:
                 replace()

@@ -108,10 +108,8 @@ def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archiv
             splits = [version.dataset_class(folder.parent, train=train) for train in (True, False)]
             # of [N, 32, 32, 3], a view of planes; transposing back gives a contiguous array
             return [(split.data.transpose(0, 3, 1, 2), np.asarray(split.targets, np.int64)) for split in splits]
-    except DataError as error:
-        problem = str(error)
-    except RuntimeError as error:
-        problem = f"{folder}: incomplete or altered: {error}; expected the official files"
+    except (DataError, RuntimeError) as error:  # the latter of torchvision
+        problem = str(error) if isinstance(error, DataError) else f"{folder}: incomplete or altered: {error}"
     except OSError as error:
         problem = f"{error.filename or data_path}: {error.strerror}"
     away = "" if folder is None else f". Move {folder} away"
