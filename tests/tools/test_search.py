@@ -14,7 +14,8 @@ def test_a_search_continues_until_it_has_its_trials(tmp_path, monkeypatch):
     specification = util.spec_from_file_location("search_example", ROOT / "examples/search.py")
     example = util.module_from_spec(specification)
     specification.loader.exec_module(example)
-    settings = TINY | {"max_epochs": 1, "limit_train_batches": 1, "holdout_images": 50, "log_to_screen": False}
+    short = {"max_epochs": 1, "limit_train_batches": 1, "holdout_images": 50, "width": 1, "test_time_views": 1}
+    settings = TINY | short | {"log_to_screen": False}
     del settings["batch_size"]
     train = example.train
     monkeypatch.setattr(example, "train", Mock(side_effect=ExpectedError("broke down")))
