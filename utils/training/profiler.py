@@ -1,7 +1,7 @@
 """PROF: named ranges on the timeline while `utils/run/profile.py` records one."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -12,11 +12,11 @@ class Profiler:
     def __init__(self, device: torch.device) -> None:
         self.cuda, self.running = device.type == "cuda", False
 
-    def range(self, name: str) -> AbstractContextManager[None]:
-        """Mark a `with` block as a named range; does nothing unless the profiler is running."""
-        return self._range(name) if self.running else nullcontext()
-
     @contextmanager
-    def _range(self, name: str) -> Iterator[None]:
+    def range(self, name: str) -> Iterator[None]:
+        """Mark a `with` block as a named range; does nothing unless the profiler is running."""
+        if not self.running:
+            yield
+            return
         with torch.cuda.nvtx.range(name) if self.cuda else nullcontext(), torch.profiler.record_function(name):
             yield
