@@ -4,10 +4,11 @@
     torchrun --nproc_per_node=8 train.py --config=bs2048-warmup-opt
     sbatch submit_multinode.slr
 
-The loop is `Trainer.train` -> `train_one_epoch` -> `Verifier.train_step` (`verify_every_steps`) -> `Learner.train_step`
--> `Update` in utils/training/step.py. Batches come from a `Loader`, which augments, through `TrainingBatches`;
-`Learner.train_step` sets the learning rate. Each speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`;
-the other tags are AMP, NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
+Read train_simple.py first: the same training without switches. Here the loop is `main` -> `run_ranks` ->
+`Trainer.train` -> `train_one_epoch` -> `Verifier.train_step` (`verify_every_steps`) -> `Learner.train_step`, which sets
+the learning rate, -> `Update` in utils/training/step.py. Batches come from a `Loader`, which augments, through
+`training_batches`. Each speed-up is tagged where it acts: `grep -rn "DDP:" train.py utils`; the other tags are AMP,
+NHWC, EXTRA, STEM, FUSE, CONV, COMPILE, GRAPHS, PREFETCH, ALLOC and PROF.
 """
 
 import os
@@ -52,12 +53,13 @@ from utils.run.meters import Meters, StepWatch
 from utils.run.preemption import StopRequests, ignore_signals
 from utils.run.profile import capture
 from utils.run.run import Run
-from utils.training.batches import TrainingBatches
-from utils.training.checks.dry_run import describe
+from utils.training.batches import training_batches
+from utils.training.checks.dry_run import describe as describe_run
 from utils.training.checks.start import check_network
 from utils.training.learner import Learner
 from utils.training.metrics.confusion import Confusion
 from utils.training.plan import check_ranks_agree, make_plan
+from utils.training.profiler import mark
 from utils.training.validation import Collector, compile_validation, validate
 from utils.user_code import user_file_digests
 from utils.verify.verifier import Verifier
@@ -69,15 +71,9 @@ class Trainer:
     """Builds the parts of a run from its configuration, and trains, validates and saves in order."""
 
     def __init__(
-        self,
-        config: Config,
-        world: World,
-        folder: Path = Path("expts/default"),
-        config_name: str = "default",
-        resume: str = "auto",
-        clock: Clock | None = None,
-        fetch: bool = True,
-    ) -> None:
+        self, config: Config, world: World, folder: Path = Path("expts/default"), config_name: str = "default",
+        resume: str = "auto", clock: Clock | None = None, fetch: bool = True,
+    ) -> None:  # fmt: skip
         self.config, self.world, self.resume, clock = config, world, resume, clock or Clock()
         plan = make_plan(config, world)
         check_ranks_agree(config, plan, world)
@@ -91,11 +87,11 @@ class Trainer:
         learner = Learner(config, plan, build, world, len(self.loaders.train), compile_timer=compile_timer)
         valid = self.loaders.valid.sampler
         compile_validation(learner, valid)
-        self.learner, self.verifier = learner, Verifier(learner, world) if config.verify_every_steps else None
+        self.learner = learner
+        self.verifier = Verifier(learner, world) if config.verify_every_steps else None
         check_network(learner, config.model, data["shape"], map(len, valid.batches(0)))
         self.watch = StepWatch(learner.model, world, clock)
-        mix, watch = BatchMix(config, self.loaders.train.sampler), self.watch.batches
-        self.batches = TrainingBatches(learner, self.loaders.train, mix, watch, world.device)
+        self.mix = BatchMix(config, self.loaders.train.sampler)
 
         self.run = Run(config, config_name, folder, world, learner, data, valid.num_samples, clock)
         self.requests = StopRequests(world)
@@ -105,7 +101,9 @@ class Trainer:
 
     def describe(self) -> str:
         """Describe what this run would do and the memory it would take, for --dry-run."""
-        text = describe(self.learner, self.run.data["shape"], network=self.config.model, dataset=self.config.dataset)
+        text = describe_run(
+            self.learner, self.run.data["shape"], network=self.config.model, dataset=self.config.dataset
+        )
         pretrained = self.world.main_only(self.run.read_pretrained)
         return f"{text}\npretrained       {pretrained[1]}" if pretrained else text
 
@@ -114,7 +112,7 @@ class Trainer:
     def train(self) -> None:
         """Train, or resume training, to the end. Raises `Stopped` after a signal asked to stop and all is saved."""
         run, clock = self.run, self.run.clock
-        lock = open_run(run, self.resume)
+        lock = open_run(run, self.resume)  # on every rank: also restores the checkpoint, or loads `pretrained`
         for loader in self.loaders.every():
             loader.normalise.set_statistics(run.data["mean"], run.data["std"])  # the checkpoint's, if there is one
         with self.requests.listen(), lock, run.log.open() as log:
@@ -124,10 +122,10 @@ class Trainer:
             clock.switch("train")
             while not run.finished:
                 # PROF: the range that nsys captures
-                with self._profile(), self.learner.profiler.range(f"epoch {run.epoch + 1}"):
+                with self._profile(), mark(f"epoch {run.epoch + 1}"):
                     self.train_one_epoch()
                     train_metrics = run.check_finite(self.learner.sums.average(self.world))
-                    clock.close_window()  # here, as a profile that ends writes its trace
+                    clock.close_window()  # before a profile writes its trace, which is no training time
                 valid_metrics, confusion = self.validate_one_epoch()
                 self._finish_epoch(train_metrics, valid_metrics, confusion)
             if self.config.log_to_tensorboard:
@@ -152,19 +150,20 @@ class Trainer:
 
     def train_one_epoch(self) -> None:
         """Train the rest of the current epoch, from batch `run.batch` on."""
-        run, learner = self.run, self.learner
+        run, learner, loader = self.run, self.learner, self.loaders.train
         learner.model.train()
-        run.log.start_bar(f"epoch {run.epoch + 1}/{self.config.max_epochs}", len(self.batches), run.batch)
+        run.log.start_bar(f"epoch {run.epoch + 1}/{self.config.max_epochs}", len(loader), run.batch)
         self.requests.start_loop()
         if not run.batch:  # otherwise an earlier start began this epoch
             run.epoch_began = run.seconds
         train_step = (self.verifier or learner).train_step
-        for number, (images, labels) in self.batches.rest_of_epoch(run.epoch, run.batch):
+        batches = training_batches(learner, loader, self.mix, self.watch.batches, run.epoch, run.batch)
+        for number, (images, labels) in batches:
             train_step(images, labels)
             run.clock.count_step(learner.steps, len(labels) * self.world.world_size)
             run.batch = number + 1
             run.log.advance_bar(run.batch)
-            if run.batch == len(self.batches):
+            if run.batch == len(loader):
                 # before a checkpoint can be written: a checkpoint saved from here on resumes at the validation
                 learner.average_buffers(self.world)
             if number % self.config.log_freq == 0:
@@ -199,7 +198,7 @@ class Trainer:
 
         def after_batch(number: int) -> None:
             self.run.log.advance_bar(number)
-            if number <= loader.sampler.shared_batches:
+            if number <= loader.sampler.shared_batches:  # later ones are not on every rank
                 self._stop_or_save()
 
         with self.run.clock.during(name):
@@ -218,7 +217,7 @@ class Trainer:
             learner.schedule.observe(valid["loss"], learner.steps)
             if not run.is_complete(valid):
                 run.log.say(f"Only {valid['images']:.0f} images were validated: such an epoch is never the best one")
-        is_best = best is not run.best
+        is_best = best is not run.best  # the same object: no new best
         run.epoch, run.batch, run.best = run.epoch + 1, 0, best
         learner.sums.reset()
         values = {
@@ -236,7 +235,7 @@ class Trainer:
         self._report_unreadable()
         for remark in self.watch.remarks() + (self.verifier.remarks() if self.verifier else []):
             run.log.say(remark)
-        # before the last checkpoint, after which a killed run has nothing left to do
+        # before `save`: a run killed after its last checkpoint does nothing more
         counts = self._log_end(valid, test, confusion) if run.finished else None
         run.save(is_best=is_best)
         if counts is not None:  # after it: a picture is no reason to lose the run
@@ -248,7 +247,7 @@ class Trainer:
         run, steps, names = self.run, self.learner.steps, self.run.data["class_names"]
         results = {f"best_{name}": run.best[name] for name in ("acc1", "epoch")}
         results |= {"last_acc1": valid["acc1"], "last_loss": valid["loss"]}
-        results |= {"seconds": run.seconds, "images_per_sec": run.clock.run.images_per_sec}
+        results |= {"seconds": run.seconds, "images_per_sec": run.clock.whole.images_per_sec}
         results |= self.meters.totals(run.clock.images)
         results |= {f"test_{name}": value for name, value in test.items()}
         counts = confusion.collect(self.world)
@@ -268,7 +267,7 @@ class Trainer:
 
     def _save_and_stop(self) -> None:
         run = self.run
-        position = "after its last batch" if run.batch == len(self.batches) else f"after {run.batch} batches"
+        position = "after its last batch" if run.batch == len(self.loaders.train) else f"after {run.batch} batches"
         where = f"{self.requests.name()} in epoch {run.epoch + 1} {position}"
         if not self.config.save_checkpoint:
             raise ExpectedError(f"stopped on {where}; save_checkpoint is false, so this run cannot be resumed")
@@ -286,7 +285,8 @@ class Trainer:
         """PROF: every rank marks its ranges; the main process records them and reports."""
         if not self.config.enable_profiling or self.run.epoch + 1 != self.config.profiling_epoch_start:
             return nullcontext()
-        return capture(self.learner.profiler, self.run.folder if self.world.is_main else None, self.run.log.say)
+        folder = self.run.folder if self.world.is_main else None
+        return capture(folder, self.world.device.type == "cuda", self.run.log.say)
 
 
 @exit_in_a_line
@@ -295,14 +295,14 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
 
     `when_saved` is called when training has finished, or has stopped on request, and everything is saved.
     `clock` is the clock of this process."""
-    config, descriptions = arguments.config, list[str]()
+    config = arguments.config
 
-    def run(world: World) -> None:
+    def train_as_rank(world: World) -> None:
         fetch = not arguments.dry_run
         trainer = Trainer(config, world, arguments.run_dir, arguments.config_name, arguments.resume, clock, fetch)
         if arguments.dry_run:
             description = trainer.describe()  # on every rank, since a forward pass may contain collectives
-            descriptions.extend([description] if world.is_main else [])
+            world.main_only(lambda: print(description))
             return
         try:
             trainer.train()
@@ -311,10 +311,7 @@ def main(arguments: Arguments, when_saved: Callable[[], None] = lambda: None, cl
             raise
         when_saved()
 
-    status = run_ranks(run, config.device, config.rank_timeout_seconds)
-    for description in descriptions:
-        print(description)
-    return status
+    return run_ranks(train_as_rank, config.device, config.rank_timeout_seconds)
 
 
 if __name__ == "__main__":

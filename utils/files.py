@@ -35,7 +35,6 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a new file and flush it to the disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()

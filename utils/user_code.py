@@ -1,7 +1,7 @@
 """User code, named in a configuration as `package.module:function`. Imports no torch.
 
-Modules are searched on Python's path, then in the working directory; a module there must not have the name of another
-module that Python finds first. An exception in user code becomes an error of two lines: the cause and the user's line.
+Modules are searched on Python's path, then in the working directory. An exception in user
+code becomes an error of two lines: the cause and the user's line.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -39,21 +39,10 @@ def call(key: str, name: str, error: type[ExpectedError], **arguments: Any) -> A
     module_name, _, function_name = name.partition(":")
     if str(here) not in sys.path:
         sys.path.append(str(here))  # last, so that no file there shadows a library
-    _refuse_shadowed(what, module_name.partition(".")[0], here)
     with user_code_errors(f"{what} is not on Python's path or in {here}, or cannot be imported", ConfigError):
         function = getattr(importlib.import_module(module_name), function_name)
     with user_code_errors(what, error):
         return function(**arguments)
-
-
-def _refuse_shadowed(what: str, top: str, here: Path) -> None:
-    """Raise `ConfigError` if Python would import another module than the one in the working directory."""
-    found = None
-    with suppress(ValueError):  # the module runs as __main__
-        found = importlib.util.find_spec(top)
-    for path in (here / top / "__init__.py", here / f"{top}.py"):
-        if path.is_file() and found and found.origin and Path(found.origin).resolve() != path.resolve():
-            raise ConfigError(f"{what}: Python finds another module {top} ({found.origin}) before {path}; rename yours")
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def test_keys_are_explained(capsys):
     rate, amp = answered(capsys, "--config=bs256", "--explain", "lr", "enable_amp").split("\n\n")
     about = ["Peak learning rate, before lr_scale_rule.", RATE, "default: 0.1; in bs256: 0.14"]
     assert rate.split("\n  ") == ["lr (optimizer)", *about, "acts in: grep -rnwI 'lr' train.py utils models"]
-    assert amp.startswith("enable_amp (precision)\n  AMP: forward and loss under autocast; auto: not in bf16")
+    assert amp.startswith("enable_amp (precision)\n  AMP: forward under autocast, loss in float32; auto: not in bf16")
     allowed = "allowed: auto, true, false\n  default: false\n"
     assert amp.endswith(f"\n  {allowed}  acts in: grep -rnwI 'AMP:' train.py utils models\n")
 

@@ -9,6 +9,7 @@ from utils.data.augment import STREAM_CUTMIX, BatchMix, beta_quantile, sample_mi
 from utils.data.config import AugmentationConfig
 from utils.data.sampling import Sampler, epoch_order, uniform
 from utils.errors import ConfigError
+from utils.training.batches import training_batches
 
 NUM_IMAGES, BATCH, CLASSES, SIZE = 60, 24, 7, 16
 CONFIGS = {
@@ -109,8 +110,9 @@ def test_an_odd_batch_cannot_be_paired(tiny):
 
 def test_batches_of_a_training_are_mixed(tiny, one_rank):
     trainer = Trainer(tiny(cutout_size=8, mixup_alpha=0.2, cutmix_alpha=1.0), one_rank)
-    mixed = list(trainer.batches.rest_of_epoch(epoch=1, first_batch=2))
-    trainer.loaders.train.set_epoch(1, 2)
-    for (number, batch), plain in zip(mixed, trainer.loaders.train, strict=True):
-        torch.testing.assert_close(batch, trainer.batches.mix(*plain, 1, number), rtol=0, atol=0)
+    learner, loader = trainer.learner, trainer.loaders.train
+    mixed = list(training_batches(learner, loader, trainer.mix, trainer.watch.batches, epoch=1, first_batch=2))
+    loader.set_epoch(1, 2)
+    for (number, batch), plain in zip(mixed, loader, strict=True):
+        torch.testing.assert_close(batch, trainer.mix(*plain, 1, number), rtol=0, atol=0)
         assert not torch.equal(batch[0], plain[0])

@@ -62,14 +62,14 @@ def test_images_per_second_leave_the_first_window_of_each_start_out(now):
     clock = Clock()
     clock.switch("train")
     clock.start_epoch()
-    assert window(100, 50.0) == 2 == clock.images_per_sec() == clock.run.images_per_sec  # the only one
+    assert window(100, 50.0) == 2 == clock.images_per_sec() == clock.whole.images_per_sec  # the only one
     window(600, 2.0), window(400, 2.0)
-    assert clock.images_per_sec() == clock.run.images_per_sec == 250
+    assert clock.images_per_sec() == clock.whole.images_per_sec == 250
     now.seconds += 9  # between two epochs
     clock.start_epoch()
     window(300, 1.0), window(100, 1.0)
     assert clock.images_per_sec() == 200 and clock.images == 1500
-    total, clock = clock.run, Clock()
+    total, clock = clock.whole, Clock()
     clock.total = total
     clock.switch("train")
     clock.start_epoch()

@@ -39,7 +39,7 @@ def test_a_compiled_prediction_equals_the_eager_one(tiny, one_rank):
     and none for the shorter last batch."""
     config = tiny(ema_decay=0.5, enable_nhwc=True, cpu_kernels=False, test_time_views=6)
     learners = [build_measured(config, one_rank) for _ in range(2)]
-    learners[1].compile(8)
+    learners[1].compile_prediction(8)
     nhwc = [(images.contiguous(memory_format=torch.channels_last), labels) for images, labels in BATCHES]
     for _ in range(2):
         for learner in learners:

@@ -93,24 +93,21 @@ class Clock:
         return window
 
     @property
-    def run(self) -> Window:
-        """All windows of the run."""
+    def whole(self) -> Window:
         return self.total if self.total.images else self.first
 
     def images_per_sec(self) -> float:
         """Return the speed of the epoch's closed windows; of the run if there is none."""
-        return (self.epoch if self.epoch.images else self.run).images_per_sec
+        return (self.epoch if self.epoch.images else self.whole).images_per_sec
 
     def _loop(self) -> Window:
         return Window(self.images, self.seconds(*LOOP), self.seconds("input"))
 
     def seconds(self, *activities: str) -> float:
-        """Return the seconds so far of these activities together."""
         spent = self.by_activity()
         return sum(spent[activity] for activity in activities)
 
     def by_activity(self) -> dict[str, float]:
-        """Return the seconds so far of each activity."""
         return self._spent | {self._activity: self._spent[self._activity] + time.perf_counter() - self._changed}
 
     def time_left(self, position: float, end: float) -> float | None:

@@ -44,7 +44,6 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._files: list[TextIO] = []  # train.log and metrics.jsonl, while they are open
 
     def open(self) -> "RunLogger":
-        """Start recording."""
         if self.enabled:
             with self._errors_named():
                 for name in ("train.log", METRICS):  # a file's name may have bytes that are no text
@@ -97,8 +96,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def log_start(
         self, config: Any, name: str, environment: dict[str, Any], resumed_from: Path | None, **position: int
     ) -> None:
-        """Show configuration and environment, and record that the run starts, or resumes from a checkpoint, at this
-        position: epoch, batch, step."""
+        """Start TensorBoard and the trackers, and record a start or resume at this position: epoch, batch, step."""
         if config.log_to_tensorboard:
             with self._errors_named():
                 self.board = TensorBoardWriter(self.folder / "tb_logs", read_records(self.folder))
@@ -112,8 +110,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def log_step(
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None, images: Tensor
     ) -> None:
-        """Record a log point within an epoch, with the tutorial's line. `values`: loss, learning_rate, images_per_sec,
-        ...; `left`: seconds to the end of the run, if known; `images`: the batch as it was trained."""
+        """Record a log point, with the tutorial's line. `left`: seconds to the end of the run, if known."""
         rate, loss, self._left = significant(values["images_per_sec"]), values["loss"], time_left(left)
         learning_rate = significant(values["learning_rate"])
         self.say(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate}", above_bar=False)
@@ -123,8 +120,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self.show(lambda board: board.add_images(images, epoch))
 
     def log_epoch(self, epoch: int, step: int, values: dict[str, float], left: float | None = None) -> None:
-        """Record the end of an epoch. `values`: loss/train, acc1/train, learning_rate, ..., and if it was validated
-        loss/valid and acc1/valid; `left`: seconds to the end of the run, if known."""
+        """Record the end of an epoch. `values` has loss/valid and acc1/valid only if it was validated."""
         self._left = time_left(left)
         parts = [part for part in ("train", "valid") if f"acc1/{part}" in values]
         self.say(f"Time taken for epoch {epoch} is {significant(values['epoch_seconds'])} sec", above_bar=False)

@@ -130,9 +130,8 @@ class Meters:
             say('the GPU reports no energy; its sensors need: pip install ".[nvml]"')
 
     def at_log_point(self, window: Window, epoch: int) -> dict[str, float]:
-        """Return the values of the `window` that ends that are known: {"images_per_sec", "data_wait": fraction,
-        "memory_gb", "model_tflops" of all devices together, "mfu": fraction of their peak, "gpu_power_w", ...}. `epoch`
-        counts from 0."""
+        """Return those values of the `window` that are known; model_tflops is of all devices together, mfu the fraction
+        of their peak. `epoch` counts from 0."""
         values = {"images_per_sec": window.images_per_sec, "data_wait": window.data_wait}
         values["memory_gb"] = peak_memory(self.world.device) / 1e9
         flops = self.flops.get(training_size(self.config, epoch))

@@ -9,10 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from utils.training.profiler import Profiler
+from typing import Any
 
 TRACE_FILE = "rank0.pt.trace.json.gz"  # in the folder profile/ of a run
 # the tutorial's ranges; `iteration 7` counts as `iteration`
@@ -25,22 +22,19 @@ MEMORY_EVENTS = 100_000  # allocations in the snapshot, the newest
 
 
 @contextmanager
-def capture(profiler: "Profiler", folder: Path | None, say: Callable[[str], None]) -> Iterator[None]:
+def capture(folder: Path | None, cuda: bool, say: Callable[[str], None]) -> Iterator[None]:
     """Mark the range PROFILE, for which `nsys --nvtx-capture=PROFILE` waits. Without nsys, write a trace to
     `folder`/profile (None: none) and its summary to `say`."""
+    from utils.training.profiler import mark  # here, since tools.timeline --help needs no torch
+
     records = folder is not None and "NSYS_PROFILING_SESSION_ID" not in os.environ
-    profiler.running = True
-    try:
-        recording = _record(folder / "profile", profiler.cuda, say) if folder and records else nullcontext()
-        with recording, profiler.range("PROFILE"):
-            yield
-    finally:
-        profiler.running = False
+    with _record(folder / "profile", cuda, say) if folder and records else nullcontext(), mark("PROFILE"):
+        yield
 
 
 @contextmanager
 def _record(folder: Path, cuda: bool, say: Callable[[str], None]) -> Iterator[None]:
-    import torch  # here, since tools.timeline --help needs no torch
+    import torch
 
     folder.mkdir(parents=True, exist_ok=True)
     if cuda:

@@ -49,7 +49,6 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to train."""
         return self.is_finished_with(self.epoch, self.best)
 
     def is_finished_with(self, epochs: int, best: Mapping[str, Any]) -> bool:
@@ -68,7 +67,6 @@ class Run:
         return {**found, "epoch": self.epoch + 1, "measures": self.measures}
 
     def time_left(self) -> float | None:
-        """Forecast the seconds to the end of the run."""
         position = self.epoch + self.batch / self.data["steps_per_epoch"]
         return self.clock.time_left(position, self.config.max_epochs)
 
@@ -79,7 +77,7 @@ class Run:
             best = f"the best weights are lost, the last ones are of epoch {self.epoch}"
         if finished_before:
             return f"Already finished: {best}; to train it again add --resume never"
-        speed = self.clock.run.images_per_sec
+        speed = self.clock.whole.images_per_sec
         per_image = f" ({1 / speed:.3g} seconds per image)" if speed else ""
         return f"Finished: {best}, {self.seconds:.1f} s, {speed:.1f} images/s{per_image}"
 
@@ -123,7 +121,7 @@ class Run:
             "logged_sums": learner.sums.logged,
             "best": self.best,
             "seconds": self.seconds,
-            "timing": [self.epoch_began, *self.clock.run[:2]],
+            "timing": [self.epoch_began, *self.clock.whole[:2]],
             "ranks": self.world.all_gather(rank),
             "versions": describe_arithmetic(self.world.device),
         }

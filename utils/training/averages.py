@@ -82,7 +82,6 @@ class RunningStatistics:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begin a step."""
         self.buffers, self.collected = self._find(), 0  # tensors and number of micro-batches of this step
         for kind, buffers in self.buffers.items():
             torch._foreach_copy_(self.before[kind], buffers)

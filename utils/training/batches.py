@@ -1,8 +1,6 @@
 """Batches between loader and step: prefetched, timed, mixed, resized."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -11,41 +9,28 @@ from utils.data.loader import Loader
 from utils.training.config import RecipeConfig
 from utils.training.learner import Learner
 from utils.training.plan import Plan
+from utils.training.profiler import mark
+from utils.training.step import side_stream
 
 Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or class fractions [N, classes]
 Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed batch
 
 
-@dataclass
-class TrainingBatches:
-    """Batches of a training loader, ready for the step."""
-
-    learner: Learner
-    loader: Loader
-    mix: Mix
-    watch: Callable[[Iterator[Batch]], Iterator[Batch]]  # times the wait for each batch
-    device: torch.device
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def rest_of_epoch(self, epoch: int, first_batch: int) -> Iterator[tuple[int, Batch]]:
-        """Yield (number, batch) from `first_batch` on; PROF: a batch's range includes the step that uses it."""
-        self.loader.set_epoch(epoch, first_batch)
-        size, profiler = training_size(self.learner.config, epoch), self.learner.profiler
-        batches = self.watch(prefetch(self.learner.plan, iter(self.loader), self.device))
-        for number in range(first_batch, len(self.loader)):
-            with profiler.range(f"iteration {number}"):
-                with profiler.range("data"):
-                    images, labels = self.mix(*next(batches), epoch, number)
-                    images = resize(images, size)
-                yield number, (images, labels)
-
-
-@cache
-def prefetch_stream(device: torch.device) -> torch.cuda.Stream:
-    """PREFETCH: the side stream. It is the same in all epochs: memory that a stream frees is reused only on it."""
-    return torch.cuda.Stream(device)
+def training_batches(
+    learner: Learner, loader: Loader, mix: Mix, watch: Callable[[Iterator[Batch]], Iterator[Batch]], epoch: int,
+    first_batch: int,
+) -> Iterator[tuple[int, Batch]]:  # fmt: skip
+    """Yield (number, batch) of the rest of an epoch, from `first_batch` on, ready for the step. `watch` times the wait
+    for each batch. PROF: a batch's range includes the step that uses it."""
+    loader.set_epoch(epoch, first_batch)
+    size = training_size(learner.config, epoch)
+    batches = watch(prefetch(learner.plan, iter(loader), loader.device))
+    for number in range(first_batch, len(loader)):
+        with mark(f"iteration {number}"):
+            with mark("data"):
+                images, labels = mix(*next(batches), epoch, number)
+                images = resize(images, size)
+            yield number, (images, labels)
 
 
 def prefetch(plan: Plan, batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
@@ -53,7 +38,7 @@ def prefetch(plan: Plan, batches: Iterator[Batch], device: torch.device) -> Iter
     if not plan.prefetched:
         yield from batches
         return
-    stream = prefetch_stream(device)
+    stream = side_stream(device, "prefetch")
     while True:
         with torch.cuda.stream(stream):
             batch = next(batches, None)

@@ -151,7 +151,7 @@ class PrecisionConfig(SharedConfig):
     """precision"""
 
     enable_amp: Auto = False
-    """AMP: forward and loss under autocast; auto: not in bf16 on a CPU or GPU without kernels for it."""
+    """AMP: forward under autocast, loss in float32; auto: not in bf16 on a CPU or GPU without kernels for it."""
     amp_dtype: Literal["auto", "fp16", "bf16"] = "auto"
     """AMP: auto is the tutorial's fp16 on CUDA, and bf16 on a CPU with bf16 kernels. On a CPU without them (x86 without
     AVX-512) auto trains in float32, as bf16 would be ten times slower."""

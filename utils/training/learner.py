@@ -25,7 +25,6 @@ from utils.training.optimizers.build import build_optimizer, load_optimizer, set
 from utils.training.optimizers.schedule import Schedule
 from utils.training.plan import Plan
 from utils.training.precision import LossScaler, Weights
-from utils.training.profiler import Profiler
 from utils.training.step import CompileTimer, GraphedUpdate, Update, compile_for_shapes, on_capture_stream
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
@@ -84,7 +83,7 @@ class Classifier:
         """The network that is validated: the moving average if there is one."""
         return self.model if self.ema is None else self.ema.network
 
-    def compile(self, batch_size: int) -> None:
+    def compile_prediction(self, batch_size: int) -> None:
         """COMPILE: compile the prediction of batches of `batch_size` images. Others stay eager: a validation has at
         most one shorter batch, which would not pay for a second compilation. Names of weights do not change."""
         self.compiled_size, self.compiled_forward = batch_size, compile_for_shapes(self.plan.precision.forward, 1)
@@ -97,7 +96,6 @@ class Classifier:
         return reduce(torch.add, outputs) / len(outputs) if len(outputs) > 1 else outputs[0]
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers of the network and of its moving average."""
         yield from self.model.named_buffers()
         if self.ema is not None:
             yield from self.ema.network.named_buffers(prefix="average")
@@ -132,32 +130,22 @@ class Learner(Classifier):
     first called, within `compile_timer()`."""
 
     def __init__(
-        self,
-        config: SomeConfig,
-        plan: Plan,
-        build_model: Callable[[SomeConfig], nn.Module],
-        world: World,
-        steps_per_epoch: int,
-        *,
-        wrap: Callable[..., nn.Module] = distribute,
-        compile_timer: CompileTimer = nullcontext,
-    ) -> None:
+        self, config: SomeConfig, plan: Plan, build_model: Callable[[SomeConfig], nn.Module], world: World,
+        steps_per_epoch: int, *, wrap: Callable[..., nn.Module] = distribute, compile_timer: CompileTimer = nullcontext,
+    ) -> None:  # fmt: skip
         super().__init__(config, plan, build_model, world)
         seeds.seed_random_state(seeds.seed_of(config.seed, world.rank, step=0))
-        plan, weights = self.plan, self.weights
+        plan, weights = self.plan, self.weights  # the plan without kernels that the network cannot use
         self.optimizer = build_optimizer(
             config, weights.parameters(), weights.of_convolutions(), fused=plan.fused_optimizer, graphed=plan.graphed
         )
         self.loss_scaler = LossScaler(plan.precision.device_type, plan.precision.loss_scale)
         self.criterion = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
         self.schedule, self.steps = Schedule(config, steps_per_epoch), 0
-        self.sums, self.profiler = MetricSums(world.device), Profiler(world.device)
+        self.sums = MetricSums(world.device)
         with on_capture_stream(world.device, graphed=plan.graphed):
             distributed = wrap(config, self.model, world)
-        update = Update(
-            config, plan, distributed, weights, self.criterion, self.optimizer, self.loss_scaler, self.sums,
-            self.profiler, compile_timer,
-        )  # fmt: skip
+        update = Update(self, distributed, compile_timer)
         if plan.compiled:
             update.compile()
         self.update = GraphedUpdate(update, world.device) if plan.graphed else update
@@ -182,7 +170,6 @@ class Learner(Classifier):
         return float(self.optimizer.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the learner's part of a checkpoint."""
         return {
             "step": self.steps,
             "model": self.weights.state_dict(),
@@ -193,7 +180,6 @@ class Learner(Classifier):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the `state_dict` of a learner with compatible settings."""
         self.load_network(state)
         load_optimizer(self.optimizer, state["optimizer"])
         if state["grad_scaler"]:

@@ -134,6 +134,7 @@ class Weights:
 
 class LossScaler(torch.amp.GradScaler):
     """PyTorch's scaler with apex's constant scale as an alternative to the dynamic one, and a count of skipped steps.
+    Without a loss scale it only passes the step on to the optimizer.
 
     A fused optimizer skips an overflowed step on the device; for any other, the host waits for the device in each step.
     """
@@ -144,14 +145,10 @@ class LossScaler(torch.amp.GradScaler):
         super().__init__(device_type, init_scale=initial, enabled=loss_scale is not None)
         self.skipped = torch.zeros((), device=device_type)  # steps, on the device
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        result = super().step(optimizer, *args, **kwargs)
-        if self.is_enabled():
-            for found_inf in self._found_inf_per_device(optimizer).values():
-                self.skipped += found_inf
-        return result
-
     def update(self, new_scale: float | Tensor | None = None) -> None:
+        for state in self._per_optimizer_states.values() if self.is_enabled() else ():
+            for found_inf in state["found_inf_per_device"].values():
+                self.skipped += found_inf
         super().update(self.constant if new_scale is None else new_scale)
 
     def tensors(self) -> dict[str, Tensor]:

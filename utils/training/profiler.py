@@ -1,4 +1,4 @@
-"""PROF: named ranges on the timeline while `utils/run/profile.py` records one."""
+"""PROF: named ranges on the timeline of any profiler: of `utils/run/profile.py`, Nsight Systems or the user's own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -6,17 +6,9 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 
-class Profiler:
-    """Marks ranges while it is `running`: NVTX's on a GPU, for Nsight Systems, and torch.profiler's ranges."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda, self.running = device.type == "cuda", False
-
-    @contextmanager
-    def range(self, name: str) -> Iterator[None]:
-        """Mark a `with` block as a named range; does nothing unless the profiler is running."""
-        if not self.running:
-            yield
-            return
-        with torch.cuda.nvtx.range(name) if self.cuda else nullcontext(), torch.profiler.record_function(name):
-            yield
+@contextmanager
+def mark(name: str) -> Iterator[None]:
+    """Mark a `with` block as a range: NVTX's on a GPU, and torch.profiler's. Takes microseconds while none records."""
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()
+    with nvtx, torch.profiler.record_function(name):
+        yield

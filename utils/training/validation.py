@@ -28,7 +28,7 @@ def compile_validation(classifier: Classifier, sampler: Sampler) -> None:
     validations = -(-config.max_epochs // config.validate_every_epochs)
     images = validations * config.test_time_views * sampler.shared_batches * sampler.batch_size
     if classifier.plan.compiled and images >= MIN_COMPILED_IMAGES:
-        classifier.compile(sampler.batch_size)
+        classifier.compile_prediction(sampler.batch_size)
 
 
 def validate(

@@ -18,7 +18,6 @@ class Confusion:
         self.counts = torch.zeros(num_classes * num_classes, dtype=torch.int32, device=device)
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Add outputs [N, classes] and labels [N] of one batch."""
         cells = labels * self.num_classes + outputs.argmax(1)
         self.counts.index_add_(0, cells, torch.ones_like(cells, dtype=torch.int32))
 

@@ -39,7 +39,7 @@ def build_optimizer(
         optimizer = torch.optim.SGD(groups, **common, **momentum, fused=fused or None)
     _lay_out_buffers(optimizer)
     for group in optimizer.param_groups:
-        group["initial_lr"] = config.peak_lr
+        group["initial_lr"] = config.peak_lr  # not the start of a rise, which torch calls so
     return optimizer
 
 
@@ -111,7 +111,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set each group's learning rate to `factor` times its initial one, without waiting for the device."""
+    """Set each group's learning rate to `factor` times its peak, without waiting for the device."""
     for group in optimizer.param_groups:
         rate = group["initial_lr"] * factor
         if isinstance(group["lr"], Tensor):
