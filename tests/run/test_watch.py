@@ -99,7 +99,7 @@ def test_a_rank_that_has_become_slow_is_named_once_by_the_epochs_steps(one_rank,
     watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), one_rank, running()), []
     for steps, seconds in ((FEWEST_STEPS, 1.0), (FEWEST_STEPS - 1, 1.5), (FEWEST_STEPS, 1.5), (FEWEST_STEPS, 1.5)):
         watch.world = SimpleNamespace(all_gather=lambda mine, s=seconds: [mine, ("other", mine[1] and s, 0.0)])
-        watch._spans = [[0.0, 1.0]] * steps + [[0.0]]
+        watch._spans = [[0.0, 1.0]] * (steps - 1) + [[0.0, 9.0], [0.0]]
         remarks.append(watch.remarks())
     assert [len(remark) for remark in remarks] == [0, 0, 1, 0]
     assert remarks[2][0].startswith("Rank 1 on other is slow: it needs 1.50 times the median")
