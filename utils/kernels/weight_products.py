@@ -3,8 +3,6 @@
 For each channel and kernel offset this gradient is a sum over all pixels of a batch, a product of two tall matrices.
 oneDNN's kernels for it are slower than its kernels for the forward pass and the images' gradient; with enough channels,
 matrix products are faster: of the images themselves for 1x1 kernels, else of a few images' windows at a time.
-
-In bf16, oneDNN is also slow at the images' gradient of a 1x1 convolution with a stride, so it subsamples before.
 """
 
 from typing import Any
@@ -52,10 +50,6 @@ def weight_gradient(images: Tensor, gradient: Tensor, kernel: Pair, stride: Pair
 class _ProductConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-        ctx.subsampled = None
-        if images.dtype == torch.bfloat16 and weight.shape[2:] == (1, 1) and padding == (0, 0) and stride != (1, 1):
-            ctx.subsampled, used = (images.shape, stride), images[:, :, :: stride[0], :: stride[1]]
-            images, stride = used.contiguous(memory_format=torch.channels_last), (1, 1)
         ctx.save_for_backward(images, weight)
         ctx.stride, ctx.padding = stride, padding
         return conv2d(images, weight, bias, stride, padding)
@@ -70,10 +64,6 @@ class _ProductConvolution(torch.autograd.Function):
             image_gradient = torch.ops.aten.convolution_backward(
                 gradient, images, weight, None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1, (True, False, False)
             )[0]
-            if ctx.subsampled is not None:
-                used, (shape, (down, across)) = image_gradient, ctx.subsampled
-                image_gradient = torch.empty(shape, dtype=used.dtype, memory_format=torch.channels_last).zero_()
-                image_gradient[:, :, ::down, ::across] = used
         if wanted[1]:
             gradient_of_weight = weight_gradient(images, gradient, weight.shape[2:], ctx.stride, ctx.padding)
         if wanted[2]:
