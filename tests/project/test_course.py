@@ -15,6 +15,7 @@ NAMES = ("README", "profile", "fastest", "many_devices", "warm_up", "failures")
 FILES = [ROOT / f"docs/course/{name}.md" for name in NAMES]
 PAGES = "".join(path.read_text(encoding="utf-8") for path in FILES)
 CHAPTER = re.compile(r"^## (\d+)\. (.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+CHAPTERS = {int(number): text for number, text in CHAPTER.findall(PAGES)}
 SMALLEST = re.compile(r"<!-- smallest variant -->\n```bash\n(.*?)```", re.DOTALL)
 USED = ("train.py", "config", "models", "utils", "tools", "tests", "results")  # read-only parts of the project's folder
 
@@ -27,16 +28,10 @@ SHOWS = {
 }  # fmt: skip
 
 
-def smallest_variants():
-    """Return {chapter: blocks marked as its smallest variant}."""
-    return {int(number): SMALLEST.findall(text) for number, text in CHAPTER.findall(PAGES)}
-
-
 def test_each_chapter_has_its_parts_in_order():
-    chapters = {int(number): text for number, text in CHAPTER.findall(PAGES)}
-    assert list(chapters) == list(SHOWS)
+    assert list(CHAPTERS) == list(SHOWS)
     parts = ("**Why.**", "**Cost**:", "<!-- smallest variant -->", "**See.**", "**Questions**", "**Exercise")
-    for chapter, text in chapters.items():
+    for chapter, text in CHAPTERS.items():
         places = [text.find(part) for part in parts]
         assert places == sorted(places) and places[0] >= 0, (chapter, places)
         assert len(SMALLEST.findall(text)) == 1, chapter
@@ -53,7 +48,7 @@ def test_the_table_lists_every_chapter_and_its_page():
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", SHOWS)
 def test_the_smallest_variant_runs_as_printed(chapter, tmp_path):
-    [block] = smallest_variants()[chapter]
+    [block] = SMALLEST.findall(CHAPTERS[chapter])
     if "tools.report" in block:
         pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
     for name in USED:

@@ -52,7 +52,8 @@ class FakeJob:
         self.folder, self.calls, commands = folder, folder / "calls", folder / "commands"
         self.calls.mkdir(parents=True)
         commands.mkdir()
-        link_commands(commands, TOOLS)
+        for name in TOOLS:
+            (commands / name).symlink_to(shutil.which(name) or pytest.fail(f"{name} is not on PATH"))
         self.environment = {"PATH": str(commands)} | ON_ONE_NODE
         for name, value in (FAKE_COMMANDS | given).items():
             if name.isupper():
@@ -79,11 +80,6 @@ class FakeJob:
     def torchrun(self):
         """Return the arguments of tools.torchrun on each node: its log and torchrun's."""
         return [words[2:] for words in self.arguments("python") if words[:2] == ["-m", "tools.torchrun"]]
-
-
-def link_commands(folder, names):
-    for name in names:
-        (folder / name).symlink_to(shutil.which(name) or pytest.fail(f"{name} is not on PATH"))
 
 
 def test_headers_differ_only_in_requested_resources():
@@ -347,8 +343,8 @@ def test_a_staged_copy_follows_the_original_and_replaces_nothing_else(tmp_path):
     (labels := original / "labels.txt").write_text("cat\n")
     (original / "train/wolf").symlink_to(original / "train/cat")
     (original / "train/cat").chmod(0o555)
-    job = FakeJob(tmp_path, srun=STARTS_NODES, SUBMIT_STAGE=f"{original}:{copy}")
-    link_commands(tmp_path / "commands", ["rsync"])
+    rsync = f'exec {shutil.which("rsync")} "$@"'
+    job = FakeJob(tmp_path, srun=STARTS_NODES, rsync=rsync, SUBMIT_STAGE=f"{original}:{copy}")
     jpg, older = copy / "train/cat/1.jpg", "touch -d @1"
     for change in ("true", f"echo dog >{labels}; {older} {labels}", f"rm {labels}", f"echo half >{jpg}; {older} {jpg}"):
         subprocess.run(change, shell=True, check=True)
