@@ -33,7 +33,7 @@ from utils.user_code import user_code_errors
 RUNGS = (
     "bs256,bs256-amp,bs256-amp-nhwc,bs256-amp-nhwc-extra-opts,bs256-amp-nhwc-extra-opts-bf16,"
     "bs256-amp-nhwc-extra-opts-compile,bs256-amp-nhwc-extra-opts-device,bs256-amp-nhwc-extra-opts-graphs,fastest,"
-    "fastest+enable_compile=false"  # Inductor's layouts may be slower: pytorch/pytorch#189239
+    "fastest+enable_compile=false"  # eager kernels may be faster
 )
 COMPARABLE = (*VERSIONS, "threads", "world_size", "host")
 COLUMNS = ("rung", "full, images/s", "speed-up", "step only", "loader only", "TFLOP/s", "arithmetic", "memory", "GB")
