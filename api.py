@@ -58,10 +58,9 @@ class Validated(nn.Module):
     def __init__(self, classifier: Classifier, device: torch.device) -> None:
         super().__init__()
         self.network, self.classifier, self.device = classifier.validated, classifier, device
-        self.memory_format = classifier.plan.memory_format
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.classifier.predict(images.to(self.device, memory_format=self.memory_format))
+        return self.classifier.predict(images.to(self.device, memory_format=self.classifier.plan.memory_format))
 
 
 class Loaded(NamedTuple):

@@ -48,14 +48,10 @@ CARD = """\
 class Network(nn.Module):
     """A trained network with its normalisation: uint8 pixels [N, 3, H, W] -> float32 logits [N, classes]."""
 
-    scale: Tensor
-    shift: Tensor
-
     def __init__(self, trained: Trained, model: nn.Module) -> None:
         super().__init__()
         self.model, normalise = model, normalisation(trained)
-        self.register_buffer("scale", normalise.scale)
-        self.register_buffer("shift", normalise.shift)
+        self.scale, self.shift = nn.Buffer(normalise.scale), nn.Buffer(normalise.shift)
 
     def forward(self, pixels: Tensor) -> Tensor:
         return self.model(pixels.float() * self.scale + self.shift)

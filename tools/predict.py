@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,19 +37,9 @@ from utils.errors import DataError, exit_in_a_line
 from utils.training.validation import classify
 
 PAGE = Path(__file__).with_suffix(".html")  # a Jinja2 template
-
-
-class Predictions(NamedTuple):
-    """Predictions for the readable images of `split`, in its order."""
-
-    split: Split
-    indices: np.ndarray  # int64 [N], in `split`
-    probabilities: np.ndarray  # float64 [N, classes]
-    unreadable: dict[str, str]  # name: reason
-
-    def name(self, row: int) -> str:
-        index = int(self.indices[row])
-        return os.path.normpath(self.split.path(index)) if hasattr(self.split, "path") else str(index)
+# A split; of its readable images, in its order: the indices, int64 [N], and probabilities, float64 [N, classes]; and
+# {name: reason} of the unreadable ones
+Predictions = tuple[Split, np.ndarray, np.ndarray, dict[str, str]]
 
 
 @exit_in_a_line
@@ -85,7 +75,7 @@ def predict(trained: Trained, paths: list[Path], world: World) -> tuple[Predicti
     indices, outputs = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     order = indices.argsort()
     chosen, probabilities = indices[order].numpy(), outputs[order].double().softmax(1).numpy()
-    return Predictions(split, chosen, probabilities, unreadable), [*notes, trained.describe(classifier, world)]
+    return (split, chosen, probabilities, unreadable), [*notes, trained.describe(classifier, world)]
 
 
 def write(folder: Path, trained: Trained, predictions: Predictions, pictures: int) -> list[str]:
@@ -93,18 +83,23 @@ def write(folder: Path, trained: Trained, predictions: Predictions, pictures: in
     split, indices, probabilities, unreadable = predictions
     names, predicted, labels = trained.class_names, probabilities.argmax(1), split.labels[indices]
     known = labels >= 0  # -1: the true class is unknown
-    images = f"{len(known):,} images"
-    if known.any():
-        right = (labels == predicted).sum() / known.sum()
-        images += f", acc1 {right:.2%} of {known.sum():,} whose true class is known"
+
+    def name(row: int) -> str:
+        """Return the path of an image file, or the number of an image in an array."""
+        index = int(indices[row])
+        return os.path.normpath(split.path(index)) if hasattr(split, "path") else str(index)
+
     rows = (
-        (predictions.name(row), names[best], f"{values[best]:.6g}", names[label] if label >= 0 else "",
+        (name(row), names[best], f"{values[best]:.6g}", names[label] if label >= 0 else "",
          *(f"{value:.6g}" for value in values.tolist()))
         for row, (best, label, values) in enumerate(zip(predicted, labels, probabilities, strict=True))
     )  # fmt: skip
     header = ("image", "predicted", "probability", "true", *(f"p({name})" for name in names))
     write_file(folder / "predictions.csv", as_csv(header, rows))
+    images = f"{len(known):,} images"
     if known.any():
+        right = (labels == predicted).sum() / known.sum()
+        images += f", acc1 {right:.2%} of {known.sum():,} whose true class is known"
         (wrong,) = (known & (labels != predicted)).nonzero()
         ordered = wrong[probabilities[wrong, labels[wrong]].argsort(kind="stable")]
         heading = f"the worst of {len(wrong):,} mistakes" if len(wrong) > pictures else "all mistakes"
@@ -114,7 +109,7 @@ def write(folder: Path, trained: Trained, predictions: Predictions, pictures: in
     for row in ordered[:pictures].tolist():
         labelled = {"true": labels[row], "predicted": predicted[row]}
         classes = [(word, names[n], f"{probabilities[row, n]:.2%}") for word, n in labelled.items() if n >= 0]
-        items.append({"picture": picture(split, int(indices[row])), "name": predictions.name(row), "classes": classes})
+        items.append({"picture": picture(split, int(indices[row])), "name": name(row), "classes": classes})
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(PAGE.read_text(encoding="utf-8"))
     page = template.render(run=trained.path, lines=[images, f"Shown: {heading}."], items=items)
     write_file(folder / "worst.html", page.encode("utf-8", "backslashreplace"))

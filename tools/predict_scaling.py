@@ -15,10 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
 from models import build_model
 from models.config import ModelConfig
 from tools.common import above_zero, add_count, counts, new_parser, path_argument, read_report
 from utils.config import Config
+from utils.data.build import find_dataset
 from utils.errors import DataError, exit_in_a_line
 
 PUBLISHED = Path(__file__).with_suffix(".json")
@@ -120,11 +124,6 @@ def layer_costs(network: Config | str) -> list[tuple[int, float]]:
         return [(4 * (64 * given + 1) * made, 64.0 * given * made * side**3) for given, made, side in layers]
     if isinstance(network, str):
         network = IMAGENET if network.endswith("imagenet") else Config()
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from utils.data.build import find_dataset
-
     no_images = network.model_copy(update={"data_loader": "synthetic", "holdout_images": 0})
     side = find_dataset(no_images, download=False).train.image_shape[-1]
     with torch.device("meta"), FlopCounterMode(display=False) as counter:  # shapes without memory

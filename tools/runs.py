@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -174,17 +174,9 @@ def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
     return [record for record in read_lines(path)[0] if record["kind"] in kinds]
 
 
-class Ledger(NamedTuple):
-    """The time of a run over all of its starts."""
-
-    starts: int
-    seconds: dict[str, float]  # by activity of utils/run/clock.py, and "stopped"
-    wall: float  # seconds from the first start to the last record
-    useful: float  # useful time as a fraction of the wall clock
-
-
-def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
-    """Add up the times in the records of a metrics.jsonl, the seconds of a start so far; None if they hold none."""
+def find_ledger(records: Sequence[dict[str, Any]]) -> tuple[int, dict[str, float]]:
+    """Return the number of starts in the records of a metrics.jsonl, and the run's seconds by activity (ACTIVITIES and
+    "stopped"), from the first start to the last record; (0, {}) if no record has times."""
     starts: list[tuple[float, dict[str, float]]] = []  # when each start began, and its last seconds by activity
     for record in records:
         if (seconds := record.get("clock_seconds")) is None:
@@ -194,13 +186,12 @@ def find_ledger(records: Sequence[dict[str, Any]]) -> Ledger | None:
         elif starts and sum(seconds.values()) >= sum(starts[-1][1].values()):  # else of a start that recorded no begin
             starts[-1] = starts[-1][0], seconds
     if not starts:
-        return None
+        return 0, {}
     ends = [began + sum(seconds.values()) for began, seconds in starts]
     gaps = (later - end for (later, _), end in zip(starts[1:], ends, strict=False))
     total = {name: sum(seconds.get(name, 0.0) for _, seconds in starts) for name in ACTIVITIES}
     total["stopped"] = sum(max(0.0, gap) for gap in gaps)  # clocks may disagree
-    wall = sum(total.values())
-    return Ledger(len(starts), total, wall, sum(total[name] for name in USEFUL) / wall)
+    return len(starts), total
 
 
 @exit_in_a_line
@@ -211,16 +202,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs, problems = read([parser.parse_args(argv).folder])
     if not runs:
         raise DataError("; ".join(problems))
-    rows, ledger = [], None
+    rows, seconds = [], dict[str, float]()
     for run in sorted(runs, key=lambda run: -run.changed):
-        ledger = find_ledger(run.records)
-        times = (str(ledger.starts), f"{ledger.useful:.1%}") if ledger else ("-", "-")
+        starts, seconds = find_ledger(run.records)
+        useful = f"{sum(seconds[name] for name in USEFUL) / sum(seconds.values()):.1%}" if starts else "-"
         changed = datetime.fromtimestamp(run.changed).isoformat(" ", "minutes")
-        rows.append((run.name, run.state, run.epochs_trained(), *run.best(), *times, changed))
+        rows.append((run.name, run.state, run.epochs_trained(), *run.best(), str(starts or "-"), useful, changed))
     print_table("", ("run", "state", "epochs", "best acc1", "in epoch", "starts", "useful", "changed"), rows)
-    if len(runs) == 1 and ledger:
-        parts = [*ledger.seconds.items(), ("wall clock", ledger.wall)]
-        shares = [(name, f"{seconds:.1f}", f"{seconds / ledger.wall:.1%}") for name, seconds in parts]
+    if len(runs) == 1 and seconds:
+        wall = sum(seconds.values())
+        shares = [(name, f"{t:.1f}", f"{t / wall:.1%}") for name, t in {**seconds, "wall clock": wall}.items()]
         print_table("", ("activity", "seconds", "of the wall clock"), shares)
     print(*problems, sep="\n", end="\n" if problems else "")
     return 0

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tools.common import above_zero, add_count, new_parser, path_argument
 from tools.runs import read_records
 from utils.config import load_config
@@ -30,6 +32,7 @@ from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import torchrun_here
 from utils.errors import ExpectedError, exit_in_a_line
 from utils.program import TRAIN
+from utils.run.checkpoint import newest_good, read_checkpoint
 from utils.run.config import MEASURED
 
 METRICS = "metrics.jsonl"
@@ -109,8 +112,6 @@ class Attempt(AbstractContextManager["Attempt"]):
 
 def compare(uninterrupted: Path, killed: Path) -> list[str]:
     """Return up to 20 differences of two finished runs: in records, the newest checkpoint and the best weights."""
-    from utils.run.checkpoint import newest_good, read_checkpoint
-
     sides = []
     for folder in (uninterrupted, killed):
         state, best = newest_good(folder / "checkpoints")[1] or {}, read_checkpoint(folder / "checkpoints/best.pt")
@@ -126,8 +127,6 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
 
 def _flatten(where: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of each value in a nested structure; type, shape and digest of a tensor."""
-    import torch
-
     if isinstance(value, Mapping | list | tuple):
         for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _flatten(f"{where}.{key}" if where else str(key), part)
@@ -174,8 +173,6 @@ def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) ->
 def train_and_kill(job: RunCommand, folder: Path, delay: float | None, generator: random.Random) -> str:
     """Start the run; kill it after `delay` seconds, in 40 % of all cases when it then writes a checkpoint; return in
     what it was killed, "" if it has finished. `ExpectedError` if it fails or ignores a good checkpoint."""
-    from utils.run.checkpoint import newest_good
-
     killed, has_checkpoint = False, newest_good(folder / "checkpoints")[0] is not None
     with Attempt(job, folder) as attempt:
         if delay is not None:

@@ -76,9 +76,9 @@ def test_load_gives_the_predictions_of_the_command(run, one_rank, tmp_path):
     pictures = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in dataset.valid.images[chosen]]
     with torch.no_grad():
         probabilities = model(torch.stack([transform(picture) for picture in pictures])).double().softmax(1)
-    predictions, _ = predict(open_trained(run.folder, ["limit_valid_batches=1"]), [], one_rank)  # 100 images
+    (_, _, expected, _), _ = predict(open_trained(run.folder, ["limit_valid_batches=1"]), [], one_rank)  # 100 images
     assert not model.training and names == list(dataset.class_names)
-    torch.testing.assert_close(probabilities, torch.from_numpy(predictions.probabilities), rtol=0, atol=0)
+    torch.testing.assert_close(probabilities, torch.from_numpy(expected), rtol=0, atol=0)
     assert transform(pictures[0].resize((80, 50)).convert("L")).shape == (3, 32, 32)
 
 

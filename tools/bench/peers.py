@@ -140,14 +140,14 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
             return build_optimizer(config, self.model.parameters(), fused=plan.fused_optimizer)
 
     fed = Fed(config, plan, lambda *_: None, warmup, iters, dataset)
-    half = "bf16-mixed" if plan.precision.loss_scale is None else "16-mixed"
-    precisions: dict[str, Any] = {"O0": "32-true", "O1": half}
+    mixed = "bf16-mixed" if plan.precision.loss_scale is None else "16-mixed"
+    precision: Any = "32-true" if plan.precision.level == "O0" else mixed
 
     def trial() -> dict[str, float]:
         module = Module()
         trainer = lightning.Trainer(
             barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1,
-            precision=precisions[plan.precision.level], accelerator="gpu" if device.type == "cuda" else "cpu",
+            precision=precision, accelerator=device.type,
         )  # fmt: skip
         trainer.fit(module, prefetch(plan, endless(fed.loader), device))
         return {"full": iters * config.batch_size / (module.ended - module.started)}

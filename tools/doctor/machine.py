@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tools.doctor.findings import GIGABYTE, Finding, judge, read_text
 from utils.config import Config
 from utils.distributed.launch import first_host
@@ -21,8 +23,6 @@ MINIMUM_TORCH = (2, 11)
 
 
 def machine_checks(config: Config, run_dir: Path, local_ranks: int) -> list[Finding]:
-    import torch
-
     gpu = check_gpu_software(torch.version.cuda, torch.cuda.is_available(), driver_version(), config.device == "cuda")
     shared = check_memory(Path("/"), local_ranks), check_disk(run_dir), check_data(config), check_names(os.environ)
     return [check_installed_torch(), gpu, *shared]
@@ -30,8 +30,6 @@ def machine_checks(config: Config, run_dir: Path, local_ranks: int) -> list[Find
 
 def software_versions() -> dict[str, str]:
     """Return {name: version} of the software that must be equal on all nodes; "none" if absent."""
-    import torch
-
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     versions = {"Python": platform.python_version(), "torch": str(torch.__version__)}
     return versions | {"NCCL": nccl, "driver": driver_version() or "none"}
@@ -39,8 +37,6 @@ def software_versions() -> dict[str, str]:
 
 def check_installed_torch() -> Finding:
     """Check that the installed torch is new enough; the container recipes call this too."""
-    import torch
-
     old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH
     remedy = f"at least {'.'.join(map(str, MINIMUM_TORCH))}: pip install -c constraints.txt ."
     return judge("torch", f"torch {torch.__version__}", remedy, fail=old)

@@ -195,16 +195,13 @@ def judge_rounds(minutes: float, rates: list[float], prints: list[str], readings
     median, spread = statistics.median(rates), statistics.pstdev(rates) / statistics.mean(rates)
     drift = statistics.median(rates[-quarter:]) / statistics.median(rates[:quarter]) - 1
     differing = sum(found != statistics.mode(prints) for found in prints)
-    extremes = [
-        text.format(choose(values))
-        for name, choose, text in EXTREMES
-        if (values := [reading[name] for reading in readings if name in reading])
-    ]
     parts = [
         f"{minutes:.1f} min, {len(rates)} rounds: {median:,.1f} images/s, standard deviation {spread:.1%}, "
         f"{drift:+.1%} from the first quarter to the last",
         f"{differing} of {len(rates)} fingerprints differ" if differing else f"{len(rates)} equal fingerprints",
-        *extremes,
     ]
+    for name, choose, text in EXTREMES:
+        if values := [reading[name] for reading in readings if name in reading]:
+            parts.append(text.format(choose(values)))
     finding = judge("burn-in", "; ".join(parts), BURN_IN_REMEDY, warn=drift < -DRIFT, fail=bool(differing))
     return replace(finding, figures={"images/s": median})
