@@ -14,9 +14,8 @@ def build_model(config: ModelConfig, image_side: int | None = None) -> "nn.Modul
 
     `image_side`: side of an image in pixels, for timm's networks that are built for one image size."""
     from models.airbench import Airbench
-    from models.own import build_own, build_timm
+    from models.external import build_imagenet, build_own, build_timm, build_vgg
     from models.resnet import ResNet9, SmallResNet, build_large_resnet
-    from models.vgg import build_imagenet, build_vgg
 
     if config.model.startswith(TIMM):
         return build_timm(config, image_side)

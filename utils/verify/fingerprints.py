@@ -51,27 +51,21 @@ class GradientRecorder:
     """
 
     def __init__(self, model: nn.Module, *, graphed: bool) -> None:
-        self.graphed = graphed
-        self.parameters = [(name, value) for name, value in model.named_parameters() if value.requires_grad][::-1]
-        device = next(model.parameters()).device
-        self.gradients = torch.zeros(len(self.parameters), dtype=torch.int64, device=device)
+        self.parameters = {f"gradient {name}": value for name, value in model.named_parameters() if value.requires_grad}
+        names, device = list(self.parameters)[::-1], next(model.parameters()).device
+        self.gradients = {name: torch.zeros((), dtype=torch.int64, device=device) for name in names}
         factors(device)  # before a capture, whose allocations do not outlive it
-        if graphed:
-            self._watch()
+        self.permanent = self._watch() if graphed else None
 
     def recorded(self) -> ExitStack:
         """Record the step in the `with` block."""
-        return ExitStack() if self.graphed else self._watch()
-
-    def read(self, results: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return the fingerprints of the step's other `results` and of the gradients; waits for the device."""
-        gradients = {f"gradient {name}": bits for (name, _), bits in zip(self.parameters, self.gradients, strict=True)}
-        return take_fingerprints(results, gradients)
+        return self._watch() if self.permanent is None else ExitStack()
 
     def _watch(self) -> ExitStack:
         hooks = ExitStack()
-        for bits, (_, parameter) in zip(self.gradients, self.parameters, strict=True):
-            hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(_record_gradient, bits)))
+        for name, bits in self.gradients.items():
+            hook = partial(_record_gradient, bits)
+            hooks.enter_context(self.parameters[name].register_post_accumulate_grad_hook(hook))
         return hooks
 
 

@@ -89,8 +89,8 @@ class Verifier:
         """Run the step once; return fingerprints of this rank's own tensors and of those that all ranks share."""
         with self.recorder.recorded():
             self.learner.train_step(images, labels)
-        own = self.recorder.read({"images": images, "labels": labels} | own_tensors(self.learner))
-        return own, take_fingerprints(shared_tensors(self.learner))
+        own = {"images": images, "labels": labels} | own_tensors(self.learner)
+        return take_fingerprints(own, self.recorder.gradients), take_fingerprints(shared_tensors(self.learner))
 
 
 def _differing(first: Fingerprints, second: Fingerprints) -> list[str]:
