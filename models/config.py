@@ -1,15 +1,16 @@
 """The model settings and the names of the networks. No torch here: a builder is imported when its network is built."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from utils.base_config import KeyFlag, OneOf, PathText, SharedConfig
-from utils.user_code import FORMS
+from utils.base_config import KeyFlag, PathText, SharedConfig
+from utils.user_code import OwnCode, TimmName
 
-TORCHVISION_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-SMALL = ("resnet8", "resnet20", "resnet56", "resnet9", "airbench", "airbench96")  # for small images only
-NETWORKS = (*TORCHVISION_RESNETS, *SMALL, "vgg16", "vgg16_bn", "alexnet")
+Resnet = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+Small = Literal["resnet8", "resnet20", "resnet56", "resnet9", "airbench", "airbench96"]  # for small images only
+Network = Literal[Resnet, Small, "vgg16", "vgg16_bn", "alexnet"]
+TORCHVISION_RESNETS, SMALL = get_args(Resnet), get_args(Small)
 # the stems of all other networks are fixed; 7x7 then means the network's own
 STEMS: dict[str, tuple[str, ...]] = dict.fromkeys(TORCHVISION_RESNETS, ("7x7", "3x3", "imagenet"))
 STEMS |= {"vgg16": ("7x7", "imagenet"), "vgg16_bn": ("7x7", "imagenet"), "alexnet": ("imagenet",)}
@@ -18,7 +19,7 @@ STEMS |= {"vgg16": ("7x7", "imagenet"), "vgg16_bn": ("7x7", "imagenet"), "alexne
 class ModelConfig(SharedConfig):
     """model"""
 
-    model: Annotated[str, OneOf(NETWORKS, FORMS), KeyFlag.FIXED_ON_RESUME] = "resnet50"
+    model: Annotated[Network | OwnCode | TimmName, KeyFlag.FIXED_ON_RESUME] = "resnet50"
     """torchvision's ResNets, VGG16 and AlexNet, or small: resnet8, 9, 20, 56, airbench. vgg16_bn has BatchNorm.
     resnet8, 20 and 56 are He's networks for CIFAR. resnet9 is Page's; airbench and airbench96 follow Jordan's; all
     three are for few epochs. package.module:function is a function of your own, called with num_classes; timm:NAME is

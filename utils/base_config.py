@@ -7,13 +7,10 @@ key's docstring is its comment in config/cifar100.yaml. Nothing here imports tor
 
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import CoreSchema, core_schema
 
 # PyTorch and NumPy overflow at integers over 32 bits.
 MAX_INT = 2**31 - 1
@@ -33,20 +30,6 @@ class KeyFlag(Enum):
     FREE_ON_RESUME = "no hyperparameter: not in TensorBoard's HParams, and a run resumes with another value"
 
 
-@dataclass(frozen=True, eq=False)
-class OneOf:
-    """The values that a key allows: `Annotated[str, OneOf(NAMES, FORMS)]`. A value is one of the names, or matches a
-    regular expression of `forms`, {form as users write it: regular expression}."""
-
-    names: Iterable[str]
-    forms: Mapping[str, str] = field(default_factory=dict)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        names: CoreSchema = core_schema.literal_schema(list(self.names))
-        forms = [Annotated[str, Field(pattern=pattern, title=form)] for form, pattern in self.forms.items()]
-        return core_schema.union_schema([names, *map(handler.generate_schema, forms)]) if forms else names
-
-
 class BaseConfig(BaseModel):
     """A group of configuration keys: typed, checked, frozen."""
 
@@ -63,7 +46,7 @@ class BaseConfig(BaseModel):
 class SharedConfig(BaseConfig):
     """shared by model, data and training"""
 
-    device: Annotated[str, OneOf(("auto", "cpu", "cuda"))] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a GPU, else the CPU."""
     seed: Annotated[NonNegativeInt, KeyFlag.FIXED_ON_RESUME] = 0
     """Determines weights, order of the images and augmentation."""

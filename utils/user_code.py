@@ -14,15 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from utils.errors import ConfigError, ExpectedError, explain
 from utils.program import CODE
 
-OWN_FORM = "package.module:function"
-OWN_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$"
 TIMM = "timm:"
-FORMS = {OWN_FORM: OWN_PATTERN, "timm:NAME": r"^timm:[\w.-]+$"}
+# values of settings; the title is the form as users write it
+OwnCode = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$", title="package.module:function")]
+TimmName = Annotated[str, Field(pattern=r"^timm:[\w.-]+$", title="timm:NAME")]
 OUR_NAMES = ("api", "config", "models", "tools", "train", "train_simple", "utils")
 
 

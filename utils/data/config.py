@@ -4,21 +4,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.base_config import KeyFlag, NonNegativeInt, OneOf, PathText, PositiveInt, SharedConfig
-from utils.user_code import OWN_FORM, OWN_PATTERN
+from utils.base_config import KeyFlag, NonNegativeInt, PathText, PositiveInt, SharedConfig
+from utils.user_code import OwnCode
 
 PerChannel = Field(strict=False, min_length=3, max_length=3)
 
-LOADERS = ("torchvision", "dali", "device", "synthetic")
 LOADERS_WITH_WORKERS = ("torchvision", "dali")  # num_data_workers applies
-
-DATASETS = ("cifar100", "cifar10", "shapes", "imagefolder", "imagenet")
+Dataset = Literal["cifar100", "cifar10", "shapes", "imagefolder", "imagenet"] | OwnCode
 
 
 class DatasetConfig(SharedConfig):
     """dataset"""
 
-    dataset: Annotated[str, OneOf(DATASETS, {OWN_FORM: OWN_PATTERN}), KeyFlag.FIXED_ON_RESUME] = "cifar100"
+    dataset: Annotated[Dataset, KeyFlag.FIXED_ON_RESUME] = "cifar100"
     """cifar100, cifar10, shapes (built in, needs no file), imagefolder, imagenet. The last two are images in class
     folders, data_path/train/CLASS/ and data_path/val/CLASS/, or shards packed by tools.prepare_data. Or your own
     package.module:function, which is called with data_path; docs/own_code.md describes its return value."""
@@ -70,7 +68,7 @@ class AugmentationConfig(SharedConfig):
 class LoaderConfig(SharedConfig):
     """loader"""
 
-    data_loader: Annotated[str, OneOf(LOADERS)] = "torchvision"
+    data_loader: Literal["torchvision", "dali", "device", "synthetic"] = "torchvision"
     """torchvision (worker processes), dali, device (dataset on the device), synthetic (no input). synthetic repeats one
     random batch, to time training without input."""
     num_data_workers: Annotated[NonNegativeInt, KeyFlag.FREE_ON_RESUME] = 6

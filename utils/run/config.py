@@ -1,10 +1,10 @@
 """The settings of a run's output."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from utils.base_config import KeyFlag, OneOf, PathText, PositiveInt, SharedConfig
+from utils.base_config import KeyFlag, PathText, PositiveInt, SharedConfig
 
 # values in metrics.jsonl that differ between two equal runs
 MEASURED = frozenset({
@@ -20,9 +20,7 @@ class OutputConfig(SharedConfig):
     """Progress and log lines on the terminal."""
     log_to_tensorboard: Annotated[bool, KeyFlag.FREE_ON_RESUME] = True
     """Write TensorBoard event files."""
-    log_to: Annotated[
-        tuple[Annotated[str, OneOf(("wandb", "mlflow"))], ...], Field(strict=False), KeyFlag.FREE_ON_RESUME
-    ] = ()
+    log_to: Annotated[tuple[Literal["wandb", "mlflow"], ...], Field(strict=False), KeyFlag.FREE_ON_RESUME] = ()
     """Also send the metrics to wandb or mlflow. Errors there never end a run."""
     limits_report: Annotated[PathText | None, KeyFlag.FREE_ON_RESUME] = None
     """Report of `tools.bench limits` with the peak for MFU. It must be of this kind of device; null: the peak of

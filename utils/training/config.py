@@ -1,23 +1,23 @@
 """Training settings: optimizer, schedule, recipe, precision, speed, verification."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.base_config import Fraction, KeyFlag, OneOf, PositiveFloat, PositiveInt, SharedConfig, as_yaml
+from utils.base_config import Fraction, KeyFlag, PositiveFloat, PositiveInt, SharedConfig, as_yaml
 from utils.distributed.config import DistributedConfig
-from utils.user_code import FORMS, is_user_code
+from utils.user_code import OwnCode, TimmName, is_user_code
 
 Auto = Literal["auto", True, False]
 CpuKernel = Literal["winograd", "weight_products", "keep_memory"]
 ExtraOpt = Literal["fused_optimizer", "zero_grad_set_to_none", "cudnn_benchmark"]
-ExtraOptText = Annotated[str, OneOf(get_args(ExtraOpt), {"cudnn_benchmark/N": r"^cudnn_benchmark/[1-9]\d?$"})]
+ExtraOptText = ExtraOpt | Annotated[str, Field(pattern=r"^cudnn_benchmark/[1-9]\d?$", title="cudnn_benchmark/N")]
 HAVE_FUSED_KERNEL = ("sgd", "adamw")
-OPTIMIZER_FORMS = {"muon/N": r"^muon/[1-9]$", **FORMS}
-LR_SCALE_RULES = {"sqrt/N": r"^sqrt/[1-9]\d{0,8}$", "linear/N": r"^linear/[1-9]\d{0,8}$"}
-ScheduleName = Annotated[
-    str, OneOf(("plateau", "onecycle", "cosine", "linear", "constant"), {"plateau/N": r"^plateau/\d{1,9}$"})
-]
+MuonN = Annotated[str, Field(pattern=r"^muon/[1-9]$", title="muon/N")]
+SqrtN = Annotated[str, Field(pattern=r"^sqrt/[1-9]\d{0,8}$", title="sqrt/N")]
+LinearN = Annotated[str, Field(pattern=r"^linear/[1-9]\d{0,8}$", title="linear/N")]
+PlateauN = Annotated[str, Field(pattern=r"^plateau/\d{1,9}$", title="plateau/N")]
+ScheduleName = Literal["plateau", "onecycle", "cosine", "linear", "constant"] | PlateauN
 ImageSize = Annotated[
     tuple[Annotated[int, Field(ge=8, le=1024)], Annotated[float, Field(gt=0, le=1)]], Field(strict=False)
 ]
@@ -26,13 +26,13 @@ ImageSize = Annotated[
 class OptimizerConfig(SharedConfig):
     """optimizer"""
 
-    optimizer: Annotated[str, OneOf(("sgd", "adamw", "muon"), OPTIMIZER_FORMS), KeyFlag.FIXED_ON_RESUME] = "sgd"
+    optimizer: Annotated[Literal["sgd", "adamw", "muon"] | MuonN | OwnCode | TimmName, KeyFlag.FIXED_ON_RESUME] = "sgd"
     """sgd with momentum, adamw, muon, timm:NAME, or a function of your own. muon orthogonalises the updates of
     convolutions in 5 Newton-Schulz steps, muon/N in N, and trains all other parameters as adamw does. A usual lr is
     0.001 for adamw, 0.03 for muon."""
     lr: Annotated[float, Field(gt=0, le=1000)] = 0.1
     """Peak learning rate, before lr_scale_rule."""
-    lr_scale_rule: Annotated[str, OneOf(("none",), LR_SCALE_RULES)] = "none"
+    lr_scale_rule: Literal["none"] | SqrtN | LinearN = "none"
     """sqrt/128: multiply lr by the square root of batch_size / 128; linear/256: by batch_size / 256. The number is the
     global batch size at which lr applies unscaled. none: lr itself."""
     momentum: Fraction = 0.9
