@@ -19,7 +19,7 @@ from torch.utils import data as torch_data
 from utils.data.augment import BatchAugmenter, Normalise, augment_each, pixel_maps
 from utils.data.config import DataConfig
 from utils.data.datasets.dataset import ImageArrays, Split
-from utils.data.datasets.image_files import describe_unreadable
+from utils.data.datasets.image_files import ReadSamples, describe_unreadable
 from utils.data.sampling import IntArray, Sampler
 from utils.distributed.world import World
 from utils.errors import DataError, ExpectedError, print_error
@@ -238,8 +238,7 @@ def decode_all(split: Split, *, replace: bool) -> ImageArrays:
     parts = np.array_split(np.arange(len(split.labels)), max(1, len(split.labels) // 256))
     with ThreadPoolExecutor(usable_cores()) as pool:  # decoding releases the GIL
         batches = list(pool.map(lambda part: split.read(part, None, replace=replace), parts))
-    indices = np.concatenate([batch.indices for batch in batches])
+    samples, indices = (np.concatenate(parts) for parts in zip(*(batch[:2] for batch in batches), strict=True))
     unreadable = {path: reason for batch in batches for path, reason in batch.unreadable.items()}
-    if not len(indices):
-        raise DataError(f"not one of {len(split.labels)} images can be read: {describe_unreadable(unreadable)}")
-    return ImageArrays(np.concatenate([batch.samples for batch in batches]), split.labels[indices], unreadable)
+    ReadSamples(samples, indices, unreadable).check_any()
+    return ImageArrays(samples, split.labels[indices], unreadable)

@@ -13,7 +13,7 @@ from textwrap import shorten
 import numpy as np
 
 from utils.data.datasets.dataset import Dataset, channel_statistics, match_classes, unicode_remark
-from utils.data.datasets.image_files import ImageFiles, ReadSamples, describe_unreadable, spaced
+from utils.data.datasets.image_files import ImageFiles, spaced
 from utils.data.datasets.image_files import printable_name as printable
 from utils.errors import DataError
 from utils.files import name_file_in_error
@@ -44,24 +44,15 @@ def build_from_files(
         from PIL import Image
 
         read = train.read_each(sample, lambda content, _: min(Image.open(io.BytesIO(content)).size), replace=False)
-        _check_any(read)
-        low, size, high = (int(np.quantile(read.samples, q, method="lower")) for q in (0, 0.5, 1))
+        low, size, high = (int(np.quantile(read.check_any().samples, q, method="lower")) for q in (0, 0.5, 1))
         sides = f"the median of {len(read.samples)} training images' shorter sides, which are {low} to {high} pixels"
         notes.append(f"image_size: {size}, {sides}")
     train, valid = (replace(split, size=size, centre_fraction=centre_fraction(name)) for split in (train, valid))
+    statistics: tuple[tuple[float, ...], tuple[float, ...]] = IMAGENET_MEAN, IMAGENET_STD
     if name != "imagenet":
-        pixels = train.read(sample, None, replace=False)
-        _check_any(pixels)
-        mean, std = channel_statistics(pixels.samples)
-    else:
-        mean, std = IMAGENET_MEAN, IMAGENET_STD
+        statistics = channel_statistics(train.read(sample, None, replace=False).check_any().samples)
     # printing or plotting a name that is not UTF-8 would fail
-    return Dataset(name, train, valid, tuple(map(printable, class_names)), mean, std, notes=tuple(notes))
-
-
-def _check_any(read: ReadSamples) -> None:
-    if not len(read.indices):
-        raise DataError(f"not one of the sampled images can be read: {describe_unreadable(read.unreadable)}")
+    return Dataset(name, train, valid, tuple(map(printable, class_names)), *statistics, notes=tuple(notes))
 
 
 def centre_fraction(name: str) -> float:

@@ -36,6 +36,13 @@ class ReadSamples(NamedTuple):
     indices: IntArray
     unreadable: dict[str, str]  # file: reason
 
+    def check_any(self) -> "ReadSamples":
+        """Return itself; `DataError` without a readable sample."""
+        if not len(self.indices):
+            number, why = len(self.unreadable), describe_unreadable(self.unreadable)
+            raise DataError(f"not one of {number} images can be read: {why}")
+        return self
+
 
 @dataclass(frozen=True)
 class ImageFiles:
