@@ -15,13 +15,13 @@ import train
 from tests.conftest import read_records, tiny_config
 from tests.processes import run_job
 from tools import evaluate
+from tools.evaluate import Calibration, TopCounts, expected_calibration_error
 from train import Trainer
 from utils.config.command_line import Arguments
 from utils.data import build
 from utils.data.datasets.dataset import load_dataset, spread_over_classes
 from utils.distributed.world import World
 from utils.run.checkpoint import encode, read_checkpoint, step_path
-from utils.training.metrics.calibration import Calibration, TopCounts, expected_calibration_error
 
 BF16 = {"amp_dtype": "bf16", "batch_size": 8, "valid_batch_size_per_gpu": 12, "limit_train_batches": 2}  # bf16 is slow
 
