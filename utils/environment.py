@@ -60,7 +60,7 @@ def device_name(device: torch.device) -> str:
 
 def dali_version() -> str | None:
     """Return package and version of the installed NVIDIA DALI, for any of its packages."""
-    for package in ("nvidia-dali-cuda130", "nvidia-dali-cuda120"):
+    for package in ("nvidia-dali-cuda130", "nvidia-dali-cuda110"):
         with suppress(metadata.PackageNotFoundError):
             return f"{package} {metadata.version(package)}"
     return None

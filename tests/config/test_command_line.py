@@ -27,7 +27,7 @@ def test_arguments_without_and_with_every_option():
     assert (arguments.config_name, arguments.run_dir, arguments.resume) == ("default", Path("expts/default"), "auto")
     assert not arguments.dry_run
     what = ["--yaml_config=config/cifar100.yaml", "--config=bs256-amp", "--set=lr=-3", "--set", " lr = 0.2 "]
-    arguments = parse_arguments([*what, "--run-dir=runs/a", "--resume=never", "--dry-run"])
+    arguments = parse_arguments([*what, "--run-dir=runs/a", "--resume=never", "--dry-run", "--local_rank=0"])
     assert arguments.config == load_config(CIFAR100, "bs256-amp", ["lr=0.2"])  # the last wins
     assert (arguments.config.lr, arguments.config.enable_amp) == (0.2, True)
     assert (arguments.config_name, arguments.run_dir, arguments.resume) == ("bs256-amp", Path("runs/a"), "never")

@@ -136,6 +136,8 @@ def _parser() -> _Parser:
         help="open the data, build the model, print steps, learning rates and a memory estimate, and exit; "
         "downloads and writes nothing",
     )  # fmt: skip
+    # torch.distributed.launch still passes it; the environment variable LOCAL_RANK holds the same
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 

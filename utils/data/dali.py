@@ -38,7 +38,7 @@ class DaliLoader(Loader):
         try:
             import nvidia.dali
         except ImportError as error:
-            remedy = 'pip install ".[dali]", or --set data_loader=device'
+            remedy = 'pip install ".[dali]" (CUDA 11: ".[dali-cuda110]"), or --set data_loader=device'
             raise ConfigError(f"data_loader dali: NVIDIA DALI cannot be imported ({error}).\n{remedy}") from None
         self.dali: Any = nvidia.dali
         self.split, self.num_threads = split, max(1, config.num_data_workers)
@@ -172,11 +172,13 @@ class DaliLoader(Loader):
         # as PIL does: ignore the EXIF orientation; on a GPU, interpolate chroma samples
         decoder = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB}
         decoder |= {"adjust_orientation": False, "jpeg_fancy_upsampling": True}
+        # in DALI 1, only the experimental decoders take both options
+        decoders = fn.experimental.decoders if self.dali.__version__.startswith("1.") else fn.decoders
         if "window_start" in inputs:
             window = {"start": inputs["window_start"], "shape": inputs["window_shape"], "axes": (0, 1)}
-            images = fn.decoders.image_slice(inputs["encoded"], **window, **decoder)
+            images = decoders.image_slice(inputs["encoded"], **window, **decoder)
         else:
-            images = fn.decoders.image(inputs["encoded"], **decoder)
+            images = decoders.image(inputs["encoded"], **decoder)
         # the nearest to PIL's bilinear filter: they differ at the image's edges only
         images = fn.resize(images, size=inputs["resized"], interp_type=types.INTERP_TRIANGULAR)
         if "square" in inputs:
