@@ -59,7 +59,7 @@ from utils.training.checks.start import check_network
 from utils.training.learner import Learner
 from utils.training.metrics.confusion import Confusion
 from utils.training.plan import check_ranks_agree, make_plan
-from utils.training.profiler import mark
+from utils.training.step import mark
 from utils.training.validation import Collector, compile_validation, validate
 from utils.user_code import user_file_digests
 from utils.verify.verifier import Verifier

@@ -16,7 +16,7 @@ from utils.base_config import as_yaml
 from utils.config.command_line import not_empty
 from utils.errors import ConfigError, DataError
 from utils.files import strict_json, write_atomically
-from utils.program import Parser, command
+from utils.program import command
 
 VERSIONS = ("python", "torch", "torchvision", "cuda", "cudnn", "device")  # equal in figures that may be compared
 FILE_WIDTH = 160  # characters of a table that goes into a file or pipe
@@ -26,7 +26,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 
 def new_parser(name: str, documentation: str | None, exit_status: str = "") -> argparse.ArgumentParser:
     """Return the parser of `python -m tools.NAME`. Its --help shows the module's docstring and the exit statuses."""
-    return Parser(
+    return argparse.ArgumentParser(
         prog=command(name), description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip

@@ -1,16 +1,12 @@
 """The code's folder, the commands that start its programs, from a checkout or installed; the compiler that a machine
 lacks."""
 
-import argparse
 import ctypes
 import os
-import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 VERSION = "0.1.0"
 CODE = Path(__file__).resolve().parent.parent  # holds train.py, config/, tools/ ...
@@ -52,13 +48,3 @@ def missing_compiler(*, gpu: bool) -> str:
         named = " or ".join(c_compilers)
         return f"a C compiler too, but {named} is not found; install one, name yours in the environment variable CC"
     return ""
-
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that expands a ~ at the start of a value, also after =, where a shell does not."""
-
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        words = sys.argv[1:] if args is None else args
-        home = re.compile("(^|=)(~[^/=]*)(?=/|$)")
-        expanded = [home.sub(lambda found: found[1] + os.path.expanduser(found[2]), word) for word in words]
-        return super().parse_known_args(expanded, namespace)

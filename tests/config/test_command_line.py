@@ -47,9 +47,7 @@ def test_a_home_folder_is_expanded_wherever_a_path_is_given(tmp_path, monkeypatc
     assert config.pretrained == Config(pretrained="~/w.pt").pretrained == f"{tmp_path}/w.pt"
     parser = new_parser("runs", "")
     parser.add_argument("--out", type=path_argument)
-    parser.add_argument("folder")
-    options = parser.parse_args(["--out=~/page", "~/run~"])
-    assert (options.out, options.folder) == (tmp_path / "page", f"{tmp_path}/run~")
+    assert parser.parse_args(["--out=~/page~"]).out == tmp_path / "page~"
 
 
 @pytest.mark.parametrize("option", ["--help", "--list-configs", "--print-config", "--explain"])

@@ -3,6 +3,7 @@
 A command is a module of this package with `add_arguments(parser)` and `run(options) -> int`, and a line in COMMANDS.
 """
 
+import argparse
 import importlib
 import os
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 from utils.distributed.launch import find_launch
 from utils.errors import ConfigError, exit_in_a_line
-from utils.program import Parser, command
+from utils.program import command
 
 COMMANDS = {
     "scaling": "weak and strong scaling over processes, and the fraction of time spent in communication",
@@ -25,7 +26,7 @@ ON_ALL_RANKS = ("loaders", "limits")  # the others would measure one device seve
 
 @exit_in_a_line
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog=command("bench"), description="Measure one part of the trainer.")
+    parser = argparse.ArgumentParser(prog=command("bench"), description="Measure one part of the trainer.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

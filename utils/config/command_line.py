@@ -17,7 +17,7 @@ from utils.config.config import section
 from utils.config.messages import allowed, wrong_value
 from utils.distributed.launch import fill_in_job, find_launch
 from utils.errors import ConfigError, ExpectedError, complete_output, print_error
-from utils.program import VERSION, Parser, command
+from utils.program import VERSION, command
 
 WIDTH = 100  # of explanations
 DESCRIPTION = """\
@@ -87,7 +87,7 @@ def report_error(error: ExpectedError) -> int:
     return error.exit_status
 
 
-class _Parser(Parser):
+class _Parser(argparse.ArgumentParser):
     """A parser that raises `ConfigError` for bad usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -98,7 +98,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> Non
     """Add the options that choose a configuration. `config`: the default block."""
     parser.add_argument("--config", default=config, metavar="NAME", help=f"configuration block (default: {config})")
     parser.add_argument(
-        "--yaml_config", type=Path, default=Path("config/cifar100.yaml"), metavar="PATH",
+        "--yaml_config", type=lambda text: Path(not_empty(text)), default=Path("config/cifar100.yaml"), metavar="PATH",
         help="file of configuration blocks (default: config/cifar100.yaml)",
     )  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key; repeatable")
@@ -142,10 +142,10 @@ def _parser() -> _Parser:
 
 
 def not_empty(text: str) -> str:
-    """Return an argument that is not empty, as a `type` for argparse."""
+    """Return a path, as a `type` for argparse. ~ is the home folder, also after =, where a shell does not expand it."""
     if not text:  # from an unset shell variable; as a path it would mean the working directory
         raise argparse.ArgumentTypeError("is empty; is a variable of the command line not set?")
-    return text
+    return os.path.expanduser(text)
 
 
 def _describe_blocks(path: Path) -> str:
@@ -154,7 +154,7 @@ def _describe_blocks(path: Path) -> str:
     for name, differences in blocks.items():
         changes = ", ".join(f"{key}={as_yaml(value)}" for key, value in differences.items())
         text += f"{name:{max(map(len, blocks))}}  {changes or 'every key as in default'}\n"
-    return text
+    return os.path.expanduser(text)
 
 
 def _explain_keys(names: Sequence[str], config: Config, block: str) -> str:

@@ -25,7 +25,7 @@ MEMORY_EVENTS = 100_000  # allocations in the snapshot, the newest
 def capture(folder: Path | None, cuda: bool, say: Callable[[str], None]) -> Iterator[None]:
     """Mark the range PROFILE, for which `nsys --nvtx-capture=PROFILE` waits. Without nsys, write a trace to
     `folder`/profile (None: none) and its summary to `say`."""
-    from utils.training.profiler import mark  # here, since tools.timeline --help needs no torch
+    from utils.training.step import mark  # here, since tools.timeline --help needs no torch
 
     records = folder is not None and "NSYS_PROFILING_SESSION_ID" not in os.environ
     with _record(folder / "profile", cuda, say) if folder and records else nullcontext(), mark("PROFILE"):

@@ -9,8 +9,7 @@ from utils.data.loader import Loader
 from utils.training.config import RecipeConfig
 from utils.training.learner import Learner
 from utils.training.plan import Plan
-from utils.training.profiler import mark
-from utils.training.step import side_stream
+from utils.training.step import mark, side_stream
 
 Batch = tuple[Tensor, Tensor]  # images [N, 3, H, W] and labels [N], or class fractions [N, classes]
 Mix = Callable[[Tensor, Tensor, int, int], Batch]  # (images, labels, epoch, batch) -> mixed batch

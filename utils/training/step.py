@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from utils.training.averages import RunningStatistics
 from utils.training.plan import GRAPH_WARMUP_STEPS
-from utils.training.profiler import mark
 
 if TYPE_CHECKING:
     from utils.training.learner import Learner
@@ -32,6 +31,14 @@ def compile_for_shapes(function: Any, number: int) -> Any:
     """
     torch._dynamo.config.recompile_limit += number
     return torch.compile(function, dynamic=False)
+
+
+@contextmanager
+def mark(name: str) -> Iterator[None]:
+    """PROF: mark a `with` block as a range: NVTX's on a GPU, and torch.profiler's; microseconds while none records."""
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext()
+    with nvtx, torch.profiler.record_function(name):
+        yield
 
 
 class Update:
