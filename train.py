@@ -221,15 +221,11 @@ class Trainer:
         run.epoch, run.batch, run.best = run.epoch + 1, 0, best
         learner.sums.reset()
         values = {
-            "loss/train": train["loss"],
-            "acc1/train": train["acc1"],
+            "loss/train": train["loss"], "acc1/train": train["acc1"],
             **{f"{name}/valid": value for name, value in valid.items()},
-            "learning_rate": learner.learning_rate,
-            "images_per_sec": run.clock.images_per_sec(),
-            "epoch_seconds": run.seconds - run.epoch_began,
-            "seconds": run.seconds,
-            **learner.loss_scaler.metrics(),
-        }
+            "learning_rate": learner.learning_rate, "images_per_sec": run.clock.images_per_sec(),
+            "epoch_seconds": run.seconds - run.epoch_began, "seconds": run.seconds, **learner.loss_scaler.metrics(),
+        }  # fmt: skip
         left = run.time_left()
         self.world.main_only(lambda: run.log.log_epoch(run.epoch, learner.steps, values, left))
         self._report_unreadable()

@@ -28,7 +28,7 @@ class TinyCifar:
     archive: bytes
 
     def split(self, split):
-        return np.concatenate([self.records[name] for name in split.files])
+        return np.concatenate([self.records[name] for name in split[0]])
 
     def write_binary(self, data_path):
         contents = {name: rows.tobytes() for name, rows in self.records.items()}
@@ -50,14 +50,14 @@ def make_tiny_cifar(name, monkeypatch):
     official, rng = cifar.VERSIONS[name], np.random.default_rng(7)
     records, pickles, dataset_class = {}, {}, official.dataset_class
     label_keys = ["labels"] if official.label_bytes == 1 else ["coarse_labels", "fine_labels"]
-    for file in (*official.train.files, *official.valid.files):
+    for file in (*official.train[0], *official.valid[0]):
         records[file] = rows = rng.integers(0, 256, (RECORDS_PER_FILE, official.record_bytes), np.uint8)
         rows[:, : official.label_bytes] %= 10
         labels = {key: rows[:, column].tolist() for column, key in enumerate(label_keys)}
         batch = {"data": rows[:, official.label_bytes :], **labels}
         pickles[file.removesuffix(".bin")] = pickle.dumps(batch, protocol=2)
     for list_name, split in (("train_list", official.train), ("test_list", official.valid)):
-        names = [file.removesuffix(".bin") for file in split.files]
+        names = [file.removesuffix(".bin") for file in split[0]]
         monkeypatch.setattr(dataset_class, list_name, [[file, md5(pickles[file])] for file in names])
     meta = dataset_class.meta
     pickles[meta["filename"]] = pickle.dumps({meta["key"]: list(official.class_names)}, protocol=2)
@@ -69,10 +69,8 @@ def make_tiny_cifar(name, monkeypatch):
             info.size, info.mode = len(content), 0o644
             tar.addfile(info, io.BytesIO(content))
     monkeypatch.setattr(dataset_class, "tgz_md5", md5(packed.getvalue()))
-    train, valid = (
-        split._replace(fingerprint=cifar.fingerprint(records[file] for file in split.files))
-        for split in (official.train, official.valid)
-    )
+    splits = (official.train[0], official.valid[0])
+    train, valid = ((files, cifar.fingerprint(records[file] for file in files)) for files in splits)
     version = dataclasses.replace(official, train=train, valid=valid)
     monkeypatch.setitem(cifar.VERSIONS, name, version)
     return TinyCifar(version, records, pickles, packed.getvalue())

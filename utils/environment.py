@@ -25,29 +25,20 @@ RECORDED_VARIABLES = (
 def describe_environment(device: torch.device, world_size: int) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
-        "command": sys.argv,
-        "version": VERSION,
-        "commit": git_commit(),
-        "python": platform.python_version(),
-        "torchvision": torchvision.__version__,
-        "dali": dali_version(),
-        "cuda": torch.version.cuda if cuda else None,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        **describe_arithmetic(device),
-        "world_size": world_size,
-        "host": platform.node(),
+        "command": sys.argv, "version": VERSION, "commit": git_commit(), "python": platform.python_version(),
+        "torchvision": torchvision.__version__, "dali": dali_version(), "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None, **describe_arithmetic(device),
+        "world_size": world_size, "host": platform.node(),
         "variables": {name: os.environ[name] for name in RECORDED_VARIABLES if name in os.environ},
-    }
+    }  # fmt: skip
 
 
 def describe_arithmetic(device: torch.device) -> dict[str, Any]:
     """Return what the bits of a run depend on, apart from its configuration and code."""
     return {
-        "torch": str(torch.__version__),
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__), "device": device_name(device), "threads": torch.get_num_threads(),
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
-    }
+    }  # fmt: skip
 
 
 def device_name(device: torch.device) -> str:

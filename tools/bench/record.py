@@ -119,16 +119,13 @@ def summarise(out: Path, name: str, config: Config) -> dict[str, Any]:
     trials = [json.loads((folder / "trial.json").read_text()) for folder in folders]
     missed = any(trial["reached"] is False for trial in trials)  # a mean over only the others would be too good
     return {
-        "config_name": name,
-        "target": config.stop_at_accuracy,
-        "seeds": [trial["seed"] for trial in trials],
+        "config_name": name, "target": config.stop_at_accuracy, "seeds": [trial["seed"] for trial in trials],
         "reached": None if config.stop_at_accuracy is None else sum(trial["reached"] for trial in trials),
         "seconds": {time: None if missed else spread([trial["seconds"][time] for trial in trials]) for time in TIMES},
         **{key: spread([trial[key] for trial in trials]) for key in ("epochs", "last_acc1", "best_acc1")},
         "environment": {key: environment.get(key) for key in SAME},
-        "config": config.model_dump(mode="json"),
-        "trials": trials,
-    }
+        "config": config.model_dump(mode="json"), "trials": trials,
+    }  # fmt: skip
 
 
 def compare(mine: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

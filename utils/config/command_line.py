@@ -106,12 +106,9 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, config: str) -> Non
 
 def _parser() -> _Parser:
     parser = _Parser(
-        prog=command("train"),
-        description=DESCRIPTION,
-        epilog=EXIT_STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        prog=command("train"), description=DESCRIPTION, epilog=EXIT_STATUS,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     add_config_arguments(parser, config="default")
     parser.add_argument(
         "--run-dir", type=not_empty, metavar="DIR",

@@ -120,17 +120,12 @@ class TorchvisionLoader(Loader):
         num_workers, self.has_workers = config.num_data_workers, False
         self.batches: list[tuple[int, IntArray]] = []  # (epoch, indices) of each, so that workers need no shared state
         self.loader = torch_data.DataLoader(
-            AugmentedImages(split, sampler),
-            batch_size=None,
-            sampler=self.batches,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=init_worker,
+            AugmentedImages(split, sampler), batch_size=None, sampler=self.batches, num_workers=num_workers,
+            persistent_workers=num_workers > 0, pin_memory=self.device.type == "cuda", worker_init_fn=init_worker,
             generator=torch.Generator(),  # its own: DataLoader takes a number from it in each epoch
             # fork: workers share the images with this process, without copies
             multiprocessing_context="fork" if num_workers else None,
-        )
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.loader.num_workers and not self.has_workers:

@@ -110,21 +110,12 @@ class Run:
             "metric_sums": learner.sums.sums.cpu(),
             "buffers": {name: buffer.cpu() for name, buffer in buffers},
         }
-        return {
-            "format": checkpoint.FORMAT,
-            "config": self.config.model_dump(mode="json"),
-            "config_name": self.name,
-            "data": self.data,
-            "epoch": self.epoch,
-            "batch": self.batch,
-            **learner.state_dict(),
-            "logged_sums": learner.sums.logged,
-            "best": self.best,
-            "seconds": self.seconds,
-            "timing": [self.epoch_began, *self.clock.whole[:2]],
-            "ranks": self.world.all_gather(rank),
-            "versions": describe_arithmetic(self.world.device),
-        }
+        return learner.state_dict() | {
+            "format": checkpoint.FORMAT, "config": self.config.model_dump(mode="json"), "config_name": self.name,
+            "data": self.data, "epoch": self.epoch, "batch": self.batch, "logged_sums": learner.sums.logged,
+            "best": self.best, "seconds": self.seconds, "timing": [self.epoch_began, *self.clock.whole[:2]],
+            "ranks": self.world.all_gather(rank), "versions": describe_arithmetic(self.world.device),
+        }  # fmt: skip
 
     @torch.no_grad()
     def restore(self, state: dict[str, Any]) -> None:

@@ -171,13 +171,10 @@ class Learner(Classifier):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "step": self.steps,
-            "model": self.weights.state_dict(),
+            "step": self.steps, "model": self.weights.state_dict(), "optimizer": self.optimizer.state_dict(),
             "average": None if self.ema is None else self.ema.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "grad_scaler": self.loss_scaler.state_dict(),
-            "plateau": self.schedule.state_dict(),
-        }
+            "grad_scaler": self.loss_scaler.state_dict(), "plateau": self.schedule.state_dict(),
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_network(state)

@@ -32,14 +32,10 @@ def compile_validation(classifier: Classifier, sampler: Sampler) -> None:
 
 
 def validate(
-    classifier: Classifier,
-    batches: Batches,
-    world: World,
-    collectors: Sequence[Collector] = (),
+    classifier: Classifier, batches: Batches, world: World, collectors: Sequence[Collector] = (),
     after_batch: Callable[[int], None] = lambda number: None,
-) -> MetricSums:
-    """Sum loss and accuracy of this rank; `collectors` see every batch too, and `after_batch` its number, counted from
-    1."""
+) -> MetricSums:  # fmt: skip
+    """Sum loss and accuracy of this rank; `collectors` see every batch, `after_batch` its number, counted from 1."""
     sums = MetricSums(world.device)
     for number, (outputs, labels) in enumerate(classify(classifier, batches), start=1):
         sums.add(nn.functional.cross_entropy(outputs, labels), outputs, labels)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,8 @@ from utils.files import partial_folder
 from utils.program import command
 
 IMAGE_SHAPE = (3, 32, 32)
+Files = tuple[tuple[str, ...], str]  # of a split, in the order of their records' numbers, and the records' fingerprint
 Arrays = tuple[np.ndarray, np.ndarray]  # images, uint8 [N, 3, 32, 32], and labels, int64 [N]
-
-
-class CifarSplit(NamedTuple):
-    """The files of one split, in the order of their records' numbers, and the `fingerprint` of all records."""
-
-    files: tuple[str, ...]
-    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,8 @@ class CifarVersion:
     title: str
     folder: str
     label_bytes: int  # the last one is used
-    train: CifarSplit
-    valid: CifarSplit
+    train: Files
+    valid: Files
     class_names: tuple[str, ...]
     mean: tuple[float, float, float]  # of the training pixels in [0, 1]
     std: tuple[float, float, float]
@@ -72,11 +66,11 @@ willow_tree wolf woman worm
 VERSIONS = {
     "cifar10": CifarVersion(
         "cifar10", title="CIFAR-10", folder="cifar-10-batches-bin", label_bytes=1,
-        train=CifarSplit(
+        train=(
             tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
             "d17523651dcffdf1be45e6671e5077f61b15cbf5376a64e556c870e6fb6066d3",
         ),
-        valid=CifarSplit(("test_batch.bin",), "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0"),
+        valid=(("test_batch.bin",), "ab21d127e2bbf4b95f1588dcadf3c8502b8fedb328dd5315bc7fa51b5ab965c0"),
         class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         # Computed from the 50,000 training images by `channel_statistics`, as a test does again.
         mean=(0.49139967861519607, 0.48215840839460783, 0.44653091444546567),
@@ -84,8 +78,8 @@ VERSIONS = {
     ),
     "cifar100": CifarVersion(
         "cifar100", title="CIFAR-100", folder="cifar-100-binary", label_bytes=2,
-        train=CifarSplit(("train.bin",), "38687b68dab48bb273094c1b366473fcb718ca3d9136c8d50f53cdd7bbe0964f"),
-        valid=CifarSplit(("test.bin",), "4bdb8df876901fd525a2b0f3b17dfa05b56653fbc064870eae5c11955f179c3c"),
+        train=(("train.bin",), "38687b68dab48bb273094c1b366473fcb718ca3d9136c8d50f53cdd7bbe0964f"),
+        valid=(("test.bin",), "4bdb8df876901fd525a2b0f3b17dfa05b56653fbc064870eae5c11955f179c3c"),
         class_names=tuple(_CIFAR100_CLASSES.split()),
         # As in published recipes; the same computation agrees to 15 digits.
         mean=(0.5070751592371323, 0.48654887331495095, 0.4409178433670343),
@@ -103,7 +97,7 @@ def read_cifar(version: CifarVersion, data_path: Path, *, download: bool, archiv
         if folder is None and (download or archive):
             folder = _fetch(version, data_path, archive)
         if folder is not None and folder.name == version.folder:
-            return [_read_binary(folder, version, split) for split in (version.train, version.valid)]
+            return [_read_binary(folder, version, *split) for split in (version.train, version.valid)]
         if folder is not None:  # torchvision verifies every file's published MD5 before it unpickles any
             splits = [version.dataset_class(folder.parent, train=train) for train in (True, False)]
             # of [N, 32, 32, 3], a view of planes; transposing back gives a contiguous array
@@ -150,17 +144,17 @@ def _fetch(version: CifarVersion, data_path: Path, archive: Path | None) -> Path
     return target
 
 
-def _read_binary(folder: Path, version: CifarVersion, split: CifarSplit) -> Arrays:
+def _read_binary(folder: Path, version: CifarVersion, files: tuple[str, ...], expected: str) -> Arrays:
     """Return the verified images and labels of one split. A single file is memory-mapped, so all processes of a machine
     share its pages; the five files of CIFAR-10's training split are copied (154 MB)."""
-    paths, found = [folder / name for name in split.files], "none"
+    paths, found = [folder / name for name in files], "none"
     with suppress(ValueError):  # an empty file, or no whole number of records
         # plain arrays: memmap's own indexing is slower
         records = [np.asarray(np.memmap(path, np.uint8, "r")).reshape(-1, version.record_bytes) for path in paths]
         found = fingerprint(records)
-    if found != split.fingerprint:
-        names, expected = " + ".join(map(str, paths)), split.fingerprint[:16]
-        raise DataError(f"{names}: altered: the records' fingerprint is {found[:16]}, not {version.title}'s {expected}")
+    if found != expected:
+        what = f"the records' fingerprint is {found[:16]}, not {version.title}'s {expected[:16]}"
+        raise DataError(f"{' + '.join(map(str, paths))}: altered: {what}")
     joined = records[0] if len(records) == 1 else np.concatenate(records)  # [N, record_bytes]
     images = joined[:, version.label_bytes :].reshape(-1, *IMAGE_SHAPE)
     return images, joined[:, version.label_bytes - 1].astype(np.int64)

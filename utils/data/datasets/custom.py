@@ -38,9 +38,8 @@ def _build_dataset(what: str, config: DatasetConfig, returned: Mapping[str, Any]
     class_names = tuple(map(printable_name, names))
     train, valid = (_read_split(f"{what}, {name}", returned[name], len(names), data_path) for name in NEEDED[:2])
     if missing := sorted({*valid.labels.tolist()} - {*train.labels.tolist()}):
-        raise DataError(
-            f"{what}: class {class_names[missing[0]]!r} has validation images only; expected training images"
-        )
+        found = f"class {class_names[missing[0]]!r} has validation images only"
+        raise DataError(f"{what}: {found}; expected training images")
     has: list[str] = [name for name in STATISTICS if name in returned]
     given: dict[str, Any] = {name: _read_per_channel(f"{what}, {name}", returned[name]) for name in has}
     if isinstance(train, ImageFiles) and isinstance(valid, ImageFiles):

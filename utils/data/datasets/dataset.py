@@ -84,13 +84,9 @@ class Dataset:
     def describe(self) -> dict[str, Any]:
         """Return the properties that a checkpoint records, as plain values; "shape" is (channels, height, width)."""
         return {
-            "train_images": len(self.train.labels),
-            "class_names": list(self.class_names),
-            "shape": self.train.image_shape,
-            "mean": self.mean,
-            "std": self.std,
-            "fingerprint": self.fingerprint,
-        }
+            "train_images": len(self.train.labels), "class_names": list(self.class_names),
+            "shape": self.train.image_shape, "mean": self.mean, "std": self.std, "fingerprint": self.fingerprint,
+        }  # fmt: skip
 
 
 def match_classes(where: str, found: Sequence[str], known: Sequence[str], remedy: str) -> IntArray:
