@@ -153,8 +153,8 @@ def _read_binary(folder: Path, version: CifarVersion, files: tuple[str, ...], ex
         records = [np.asarray(np.memmap(path, np.uint8, "r")).reshape(-1, version.record_bytes) for path in paths]
         found = fingerprint(records)
     if found != expected:
-        what = f"the records' fingerprint is {found[:16]}, not {version.title}'s {expected[:16]}"
-        raise DataError(f"{' + '.join(map(str, paths))}: altered: {what}")
+        names, known = " + ".join(map(str, paths)), expected[:16]
+        raise DataError(f"{names}: altered: the records' fingerprint is {found[:16]}, not {version.title}'s {known}")
     joined = records[0] if len(records) == 1 else np.concatenate(records)  # [N, record_bytes]
     images = joined[:, version.label_bytes :].reshape(-1, *IMAGE_SHAPE)
     return images, joined[:, version.label_bytes - 1].astype(np.int64)
