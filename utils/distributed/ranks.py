@@ -65,7 +65,8 @@ def run_ranks(action: Callable[[World], None], device: str, timeout: float) -> i
     A rank waits `timeout` seconds for the others, at the start and in a collective. One rank prints an exception, an
     `ExpectedError` without traceback. With several ranks a failure ends the process: other threads may hang.
     """
-    launch, peers, outcome, action = Launch(), None, Failure(0), complete_output()(action)
+    launch, peers, outcome = Launch(), None, Failure(0)
+    action = complete_output()(action)  # flushed before the ranks agree on the status
     try:
         launch = find_launch(os.environ)
         _set_threads(launch)
