@@ -65,6 +65,7 @@ def _as_before():
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.benchmark_limit = 10
 
 
 @pytest.fixture(scope="session")

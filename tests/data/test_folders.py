@@ -304,7 +304,8 @@ def test_wrong_folders_are_named(damage, message, config, copy, tmp_path, capsys
 
 def test_a_class_folder_in_another_unicode_form_is_refused_as_such(tmp_path):
     (tmp_path / "be\u0301e").mkdir()
-    with pytest.raises(DataError, match="; some differ in their Unicode form only\nits classes are: ant, b\u00e9e"):
+    message = "be\u0301e; some differ in their Unicode form only\nits classes are: ant, b\u00e9e"
+    with pytest.raises(DataError, match=message):
         find_images([tmp_path], ["ant", "b\u00e9e"], 8, 1.0)
 
 

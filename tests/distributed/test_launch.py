@@ -112,10 +112,10 @@ def test_a_job_keeps_its_name_when_it_is_restarted():
 
 
 @pytest.mark.parametrize(("ranks", "own_cores", "quota", "variable", "threads"), [
-    # the launcher bound each of four ranks to a quarter of the cores; they share them; a container's quota, also of one
-    # process; the user or torchrun decides; PyTorch does
-    (4, 4, inf, None, [4]), (4, 16, inf, None, [4]), (4, 16, 6, None, [1]), (1, 16, 2.5, None, [2]),
-    (1, 16, 0.5, None, [1]), (4, 16, 6, "3", []), (1, 16, inf, None, []),
+    # the launcher bound each of four ranks to a quarter of the cores; they share them; a container's quota, of both and
+    # of one process; the user or torchrun decides; PyTorch does
+    (4, 4, inf, None, [4]), (4, 16, inf, None, [4]), (4, 4, 6, None, [1]), (4, 16, 6, None, [1]),
+    (1, 16, 2.5, None, [2]), (1, 16, 0.5, None, [1]), (4, 16, 6, "3", []), (1, 16, inf, None, []),
 ])  # fmt: skip
 def test_ranks_of_a_machine_share_its_cores(monkeypatch, ranks, own_cores, quota, variable, threads):
     chosen: list[int] = []

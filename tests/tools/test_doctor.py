@@ -425,8 +425,10 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # a run in this process may have set it
     random, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(2)
-    finding, after = measured.check_device(torch.device("cpu")), torch.get_num_threads()
-    torch.set_num_threads(threads)
+    try:
+        finding, after = measured.check_device(torch.device("cpu")), torch.get_num_threads()
+    finally:
+        torch.set_num_threads(threads)
     assert finding.level == "ok" and re.search(": [0-9a-f]{16}$", finding.message) and after == 2
     assert torch.equal(torch.get_rng_state(), random)
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32

@@ -116,3 +116,8 @@ def test_the_program_is_compared_with_the_network_that_was_trained(tiny, one_ran
     assert export.main([str(tmp_path)]) == 1
     assert "differs from the trained network by 5.0e-01 of the largest logit" in capsys.readouterr().err
     assert not (tmp_path / "export").exists()
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path, capsys):
+    assert export.main([str(tmp_path)]) == 4
+    assert "checkpoints/best.pt: holds no checkpoint of a step; give a run's folder" in capsys.readouterr().err

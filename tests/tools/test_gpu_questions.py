@@ -23,6 +23,7 @@ def ask(out):
 def test_the_step_is_asked_about_every_switch(tmp_path):
     process = fork(ask, tmp_path)
     process.join(100)
+    assert process.exitcode == 0
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert {row["name"] for row in answers if "error" in row} == {"FUSE", "compiled", "compiled, forced layout"}
     rates = {row["name"]: row for row in answers if "ratio" in row}

@@ -55,6 +55,10 @@ def test_docs_have_the_tables_that_the_command_prints_and_count_their_errors(cap
     assert used in PAGE and unused in PAGE
     errors = [[float(row.split(" | ")[4]) for row in table.splitlines()[2:]] for table in (used, unused)]
     assert [[error for error in part if abs(error) > 5] for part in errors] == [[7.1, 11.4, 13.9], [-21.4, 13.1]]
+    assert [*map(len, errors)] == [12, 6] and sum(error > 0 for part in errors for error in part) == 12
+    for words in ("above 5 points: 7, 11 and 14.", "3,584 GPUs: -21.4 points", "JUWELS: +13.1 points"):
+        assert words in PAGE
+    assert "Of all eighteen errors twelve are positive" in PAGE
 
 
 @pytest.fixture

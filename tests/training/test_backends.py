@@ -23,7 +23,7 @@ def test_deterministic_is_noted_and_disables_cudnn_benchmark(tiny):
 
 @pytest.mark.parametrize(("opts", "limit"), [(["fused_optimizer", "cudnn_benchmark/3"], 3), (True, 10)])
 def test_cudnn_times_so_many_algorithms(tiny, opts, limit):
-    config = tiny(enable_extra_opts=opts)
+    config, torch.backends.cudnn.benchmark_limit = tiny(enable_extra_opts=opts), 7
     prepare_backends(config, plan_on(config, "cuda"))
     assert torch.backends.cudnn.benchmark and torch.backends.cudnn.benchmark_limit == limit
 

@@ -11,7 +11,7 @@ import torch
 
 import train
 from models import build_model
-from tests.conftest import run
+from tests.conftest import read_records, run, without_times
 from tools import export
 from tools.doctor import machine
 from train import Trainer
@@ -247,6 +247,9 @@ def test_own_and_timms_optimizers_train_and_resume(tiny, one_rank, tmp_path, nam
     whole, _, resumed = learners
     assert [group["weight_decay"] for group in whole.optimizer.param_groups] == [5e-4, 0.0]
     assert all(map(torch.equal, *(one.model.state_dict().values() for one in (whole, resumed))))
+    for kind in ("step", "epoch"):
+        one, two = (without_times(read_records(folder, kind)) for folder in (tmp_path / "whole", halves))
+        assert one == two and one, kind
     if name == "of_mine:counted":
         assert [learner.optimizer.param_groups[0]["count"] for learner in learners] == [8, 4, 8]
 
