@@ -21,6 +21,7 @@ from torch import Tensor
 from tools.common import check_writable, new_parser, path_argument, print_table, write_json
 from tools.runs import read_records
 from tools.trained import Trained, add_arguments, find_split, open_split, run_trained
+from utils.data.datasets.image_files import describe_unreadable
 from utils.data.loader import gather_unreadable
 from utils.distributed.world import World
 from utils.errors import DataError, exit_in_a_line
@@ -68,8 +69,10 @@ def evaluate(trained: Trained, folder: Path | None, world: World, *, test: bool 
     confusion, calibration = Confusion(len(names), world.device), Calibration(world.device)
     top = TopCounts(min(TOP, len(names)), world.device)
     sums = validate(classifier, loader, world, [confusion.add, calibration.add, top.add])
+    if len(unreadable := gather_unreadable(world, loader)) == len(split.labels):
+        raise DataError(f"not one of {len(unreadable)} images can be read: {describe_unreadable(unreadable)}")
     figures, counts, bins = sums.average(world), confusion.collect(world), calibration.collect(world)
-    unreadable, top_accuracy = gather_unreadable(world, loader), top.accuracy(world)
+    top_accuracy = top.accuracy(world)
     images, predicted, right = counts.sum(1).tolist(), counts.sum(0).tolist(), counts.diagonal().tolist()
     classes = [
         {"class": names[label], "images": images[label], "accuracy": right[label] / images[label],

@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     folder, source, cifar = options.shards, options.source, (options.dataset, options.data_path)
     if None in cifar if folder is None else cifar != (None, None):
         parser.error("expected either --dataset and --data_path, or --shards")
+    if None in (folder, source) and options.images_per_shard != parser.get_default("images_per_shard"):
+        parser.error("--images_per_shard needs --shards and --from; without --from, shards are only indexed")
     if folder is not None:
         made = make_shards(folder, source, options.images_per_shard) if source else index_shards(folder)
         print(f"{folder}: {made}")

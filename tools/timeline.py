@@ -13,6 +13,7 @@ after the input to the next step's, and the host's lanes show what the host does
 
 import gzip
 import json
+import os
 import re
 import sys
 import zlib
@@ -86,7 +87,7 @@ def read_timeline(path: Path) -> Timeline:
     if not steps:
         raise ConfigError(f"{path}: holds no training steps; profile a longer run")
     length, start, name = steps[(len(steps) - 1) // 2]
-    run = path.parents[1].name if path.parent.name == "profile" else path.name
+    run = os.fsencode(path.parents[1].name if path.parent.name == "profile" else path.name).decode(errors="replace")
     title = f"{run}: {name}, {length / 1e3:.2f} ms: the median length among {len(steps)}"
     return title, length / 1e3, find_lanes(events, start, start + length)
 

@@ -149,7 +149,7 @@ def _image_side(trained: Trained) -> int:
 
 def open_split(trained: Trained, split: Split, world: World) -> tuple[Classifier, Loader, list[str]]:
     """Collective: return the network, this rank's batches of `split`, normalised as in training, and all notes."""
-    data, (config, notes) = trained.state["data"], cap_workers(trained.config)
+    data, (config, notes) = trained.state["data"], cap_workers(trained.config, world)
     loader = build_loader(config, (data["mean"], data["std"]), world, split, training=False)
     classifier = load_classifier(trained, world)
     return classifier, loader, [*trained.notes, *notes, *classifier.plan.notes]

@@ -163,6 +163,11 @@ FAILURES: tuple[tuple[tuple[type[Exception], ...], str, type[ExpectedError], str
         "deterministic is true, but PyTorch has no deterministic kernel for {0} on this device\n"
         "use deterministic: false, another network, or device: cpu",
     ),
+    (  # DDP's message at the second step
+        (RuntimeError,), "parameters that were not used in producing loss", ConfigError,
+        "the network has parameters that its outputs do not depend on in every step; several ranks cannot train it\n"
+        "remove these parameters, or exclude them from training with requires_grad_(False)",
+    ),
     (
         (RuntimeError,), LOST_RANK.pattern, ExpectedError,
         "another process of this run has ended, so this one ends too; see its message",

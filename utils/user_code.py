@@ -6,7 +6,6 @@ code becomes an error of two lines: the cause and the user's line.
 
 import hashlib
 import importlib
-import importlib.util
 import sys
 import sysconfig
 import traceback
@@ -41,7 +40,10 @@ def call(key: str, name: str, error: type[ExpectedError], **arguments: Any) -> A
     module_name, _, function_name = name.partition(":")
     if str(here) not in sys.path:
         sys.path.append(str(here))  # last, so that no file there shadows a library
-    with user_code_errors(f"{what} is not on Python's path or in {here}, or cannot be imported", ConfigError):
+    with user_code_errors(
+        f"{what} is not on Python's path or in {here}, cannot be imported, or another module of its name comes first",
+        ConfigError,
+    ):
         function = getattr(importlib.import_module(module_name), function_name)
     with user_code_errors(what, error):
         return function(**arguments)

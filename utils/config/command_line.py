@@ -151,7 +151,7 @@ def _describe_blocks(path: Path) -> str:
     for name, differences in blocks.items():
         changes = ", ".join(f"{key}={as_yaml(value)}" for key, value in differences.items())
         text += f"{name:{max(map(len, blocks))}}  {changes or 'every key as in default'}\n"
-    return os.path.expanduser(text)
+    return text
 
 
 def _explain_keys(names: Sequence[str], config: Config, block: str) -> str:

@@ -1,6 +1,7 @@
 """Open the configured dataset and build its loaders."""
 
 import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from utils.data.datasets.folders import IMAGENET_MEAN, IMAGENET_SIZE, IMAGENET_S
 from utils.data.datasets.shards import INDEX_FILE, open_shards
 from utils.data.loader import DeviceLoader, Loader, SyntheticLoader, TorchvisionLoader, decode_all
 from utils.data.sampling import IntArray, Sampler
-from utils.distributed.launch import SCHEDULER_VARIABLES, find_launch, name_ranks
+from utils.distributed.launch import SCHEDULER_VARIABLES, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
+from utils.quotas import cpu_quota
 from utils.user_code import is_user_code
 
 BUILDERS: dict[str, Callable[[DataConfig, Split, Sampler, Normalise], Loader]] = {
@@ -99,7 +101,7 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
     if config.rnd_resized_crop and decoded_once and config.data_loader != "synthetic":
         given = f"dataset {config.dataset} with data_loader {config.data_loader}"
         raise ConfigError(f"rnd_resized_crop needs image files, and data_loader torchvision or dali, not {given}")
-    config, notes = cap_workers(config)
+    config, notes = cap_workers(config, world)
     whole, rest = config.model_copy(update={"limit_valid_batches": None}), ((dataset.mean, dataset.std), world)
     train = build_loader(config, *rest, dataset.train, training=True)
     valid = build_loader(config, *rest, dataset.valid, training=False)
@@ -134,11 +136,15 @@ def _build_sampler(config: DataConfig, labels: IntArray, world: World, training:
     )  # fmt: skip
 
 
-def cap_workers(config: SomeConfig) -> tuple[SomeConfig, list[str]]:
-    """Return `config` with `num_data_workers` capped to this rank's cores, and a note if so."""
-    cores = find_launch(os.environ).cores
-    workers = min(config.num_data_workers, max(1, int(cores)))
-    if config.data_loader not in LOADERS_WITH_WORKERS or workers == config.num_data_workers:
+def cap_workers(config: SomeConfig, world: World) -> tuple[SomeConfig, list[str]]:
+    """Collective: return `config` with `num_data_workers` capped to this rank's part of its cores, and of the CPU quota
+    of a node's ranks, and a note if so."""
+    if config.data_loader not in LOADERS_WITH_WORKERS:
         return config, []
+    places = world.all_gather((platform.node(), sorted(os.sched_getaffinity(0))))
+    node, here = places[world.rank]
+    cores = min(len(here) / places.count((node, here)), cpu_quota() / [other for other, _ in places].count(node))
+    workers = min(config.num_data_workers, max(1, int(cores)))
     note = f"num_data_workers: {workers} instead of {config.num_data_workers}, for {cores:g} cores of this rank"
-    return config.model_copy(update={"num_data_workers": workers}), [note]
+    notes = [] if workers == config.num_data_workers else [note]
+    return config.model_copy(update={"num_data_workers": workers}), notes

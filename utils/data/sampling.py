@@ -50,10 +50,8 @@ def sample_augmentation(config: AugmentationConfig, seed: int, epoch: int, indic
     return Augmentation(
         shift_y=(uniform(seed, epoch, indices, STREAM_SHIFT_Y) * (2 * padding + 1)).astype(np.int64) - padding,
         shift_x=(uniform(seed, epoch, indices, STREAM_SHIFT_X) * (2 * padding + 1)).astype(np.int64) - padding,
-        flip=flip,
-        angle=(2 * uniform(seed, epoch, indices, STREAM_ANGLE) - 1) * config.rnd_rotation_angle,
-        crop=crop,
-    )
+        angle=(2 * uniform(seed, epoch, indices, STREAM_ANGLE) - 1) * config.rnd_rotation_angle, flip=flip, crop=crop,
+    )  # fmt: skip
 
 
 def resized_crop_box(attempts: np.ndarray, height: int, width: int) -> tuple[int, int, int, int]:

@@ -91,11 +91,14 @@ def fill_in_job(option: str, text: str, environment: Mapping[str, str]) -> str:
 
     def fill_in(match: re.Match[str]) -> str:
         variable = SLURM_FIELDS.get(match[0], "")
+        if not variable and match[0] != "%%":
+            raise ConfigError(f"{option} {text}: {match[0]} is not known; allowed: {', '.join(SLURM_FIELDS)}, %% for %")
         if variable and not environment.get(variable):
             raise ConfigError(f"{option} {text}: {match[0]} is {variable}, which is not set here; %% means %")
         return environment[variable] if variable else "%"
 
-    return re.sub("%[aAj%]", fill_in, text)
+    # in --set, whose values may have percent signs, only if a field is there
+    return text if option == "--set" and not re.search("%[aAj]", text) else re.sub("%.?", fill_in, text)
 
 
 def was_restarted(environment: Mapping[str, str]) -> bool:
