@@ -158,8 +158,7 @@ class TopCounts:
 
 
 class Calibration:
-    """Counts images by confidence, the probability of the predicted class, in bins of equal width (Guo et al. 2017,
-    arXiv:1706.04599)."""
+    """Counts images by the predicted class's probability, in equal bins (Guo et al. 2017, arXiv:1706.04599)."""
 
     def __init__(self, device: torch.device, num_bins: int = NUM_BINS) -> None:
         # per bin: images, correct predictions, summed confidence

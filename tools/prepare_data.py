@@ -1,5 +1,4 @@
-"""Download CIFAR before a job, or unpack its archive without a network; pack class folders into tar shards, or index
-existing shards.
+"""Download CIFAR before a job, or unpack its archive without a network; pack class folders into tar shards; index them.
 
     python -m tools.prepare_data --dataset cifar100 --data_path data
     python -m tools.prepare_data --dataset cifar100 --data_path data --from cifar-100-python.tar.gz

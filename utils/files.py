@@ -21,7 +21,6 @@ from filelock import FileLock, Timeout
 from utils.errors import ConfigError, ExpectedError
 
 POLL_SECONDS = 1.0  # between two attempts to lock a folder that another run holds
-
 PAUSES = (0.5, 1, 2)  # seconds before another attempt to read, after an error that may pass
 
 
@@ -51,8 +50,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def strict_json(value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """Return JSON that every reader accepts: numbers that are not finite become null. `default` converts values without
-    a JSON form."""
+    """Return JSON that every reader accepts: NaN and infinity become null. `default` converts unknown types."""
     finite = json.loads(json.dumps(value, default=default), parse_constant=lambda _: None)
     return json.dumps(finite, indent=indent)
 
@@ -109,8 +107,7 @@ def partial_folder(target: Path, lock_file: Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path, patience: float = 0.0) -> IO[str]:
-    """Create `folder` and lock it for this process. Raises `ConfigError` if another run holds it for longer than
-    `patience` seconds.
+    """Create `folder` and lock it. Raises `ConfigError` if another run holds it for longer than `patience` seconds.
 
     The lock file names the last job and its process: see `sign_lock`."""
     folder.mkdir(parents=True, exist_ok=True)

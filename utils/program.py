@@ -1,5 +1,4 @@
-"""The code's folder, the commands that start its programs, from a checkout or installed; the compiler that a machine
-lacks."""
+"""The code's folder, the commands that start its programs, from a checkout or installed; a missing compiler."""
 
 import ctypes
 import os

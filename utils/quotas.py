@@ -32,8 +32,7 @@ def memory_limit(root: Path = ROOT) -> float:
 
 
 def _read(controller: str, names: list[str], root: Path) -> Iterator[list[int]]:
-    """Yield the numbers in these files of each cgroup of this process, from its own to the root, which is its own in a
-    container."""
+    """Yield the numbers in these files of this process's cgroup (in a container the root) and of all above it."""
     with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text(errors="replace")
         for controllers, path in re.findall(r"^\d+:([^:]*):/(.*)$", lines, re.MULTILINE):  # version 2: no controllers

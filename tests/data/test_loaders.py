@@ -1,5 +1,6 @@
 """The loader contract of utils.data, for every backend."""
 
+import math
 import multiprocessing
 import os
 import re
@@ -9,11 +10,13 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import utils.data.build
 from tests.tiny_shards import DALI, everything, pretend
 from tests.tiny_shards import build as build_data
 from train import main
@@ -27,7 +30,6 @@ from utils.data.config import AugmentationConfig
 from utils.data.datasets.dataset import Dataset, ImageArrays
 from utils.data.loader import AugmentedImages, init_worker
 from utils.data.sampling import sample_augmentation, uniform
-from utils.distributed.launch import Launch
 from utils.distributed.world import World
 
 WORLD_SIZES = (1, 2, 3, 8)
@@ -269,14 +271,20 @@ def test_a_worker_ignores_signals_except_sigterm_of_its_trainer():
     assert worker.exitcode == 0
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(2, 2), (8 / 3, 2), (0.25, 1)])
-def test_workers_are_capped_to_the_ranks_cores(cores, workers, build, monkeypatch):
-    """test_ranks_of_a_machine_share_its_cores has the number of cores."""
-    monkeypatch.setattr(Launch, "cores", cores)
-    built = build("torchvision", num_data_workers=64)
-    assert built.train.loader.num_workers == workers
-    assert build("torchvision", num_data_workers=0).notes == build("device", num_data_workers=64).notes == []
-    assert built.notes == [f"num_data_workers: {workers} instead of 64, for {cores:g} cores of this rank"]
+@pytest.mark.parametrize(("places", "quota", "workers"), [
+    ([("here", [0, 1]), ("here", [0, 1]), ("there", [0, 1])], math.inf, 1),  # two ranks share two cores
+    ([("here", [0, 1, 2, 3]), ("here", [4, 5, 6, 7])], math.inf, 4),  # bound to different cores
+    ([("here", [0, 1, 2, 3]), ("here", [4, 5, 6, 7]), ("there", [0])], 6, 3),  # which share their node's quota
+    ([("here", [0])], 0.5, 1),
+])  # fmt: skip
+def test_workers_are_capped_to_a_ranks_part_of_its_cores_and_quota(places, quota, workers, tiny, monkeypatch):
+    monkeypatch.setattr(utils.data.build, "cpu_quota", lambda: quota)
+    world = SimpleNamespace(rank=0, all_gather=lambda mine: places)
+    config, notes = utils.data.build.cap_workers(tiny(data_loader="torchvision", num_data_workers=64), world)
+    assert config.num_data_workers == workers and f"num_data_workers: {workers} instead of 64, for " in notes[0]
+    for changes in ({"num_data_workers": 0}, {"data_loader": "device"}):
+        given = tiny(**{"data_loader": "torchvision", "num_data_workers": 64} | changes)
+        assert utils.data.build.cap_workers(given, world) == (given, [])
 
 
 def use_up_the_files(dataset, index):

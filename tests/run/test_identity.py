@@ -60,12 +60,13 @@ def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_ran
 def test_each_job_of_an_array_has_its_own_folder_and_settings(monkeypatch, tmp_path, refused):
     own = tmp_path / "own.yaml"
     own.write_text("try-3:\n  lr: 0.2\n", encoding="utf-8")
-    words = f"--yaml_config={own} --config=try-%a --run-dir=expts/x-%a-%A-%j-100%% --set seed=%a --set data_path=/a%b"
+    words = f"--yaml_config={own} --config=try-%a --run-dir=expts/x-%a-%A-%j-100%% --set seed=%a --set data_path=/a%%b"
     for name, value in {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}.items():
         monkeypatch.setenv(name, value)
     arguments = parse_arguments(shlex.split(words))
     assert arguments.run_dir == Path("expts/x-3-70-77-100%")
-    assert (arguments.config.lr, arguments.config.seed, arguments.config.data_path) == (0.2, 3, "/a%b")
+    assert (arguments.config.lr, arguments.config.seed, arguments.config.data_path) == (0.2, 3, "/a%%b")
     assert parse_arguments([f"--yaml_config={own}", "--config=try-%a"]).run_dir == Path("expts/try-3")
+    assert "--run-dir x-%x: %x is not known; allowed: %a, %A, %j, %% for %" in refused("--run-dir=x-%x")
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
     assert "--set seed=%a: %a is SLURM_ARRAY_TASK_ID, which is not set here" in refused("--set=seed=%a")

@@ -90,6 +90,8 @@ def test_wrong_folders_are_named(arguments, message, tmp_path, monkeypatch, caps
     ([], "expected either --dataset and --data_path, or --shards"),
     (["--shards=x", "--dataset=cifar10"], "expected either"),
     (["--dataset=cifar10"], "expected either"),
+    (["--shards=x", "--images_per_shard=5"], "--images_per_shard needs --shards and --from"),
+    (["--dataset=cifar10", "--data_path=x", "--from=y", "--images_per_shard=5"], "--images_per_shard needs"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -1,7 +1,4 @@
-"""`Config`: all keys of a configuration block, inherited from the groups that the components declare.
-
-Types, defaults and meanings are declared in these groups only.
-"""
+"""`Config`: all keys of a block, inherited from the components' groups, which declare types, defaults and meanings."""
 
 import inspect
 

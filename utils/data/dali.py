@@ -152,11 +152,9 @@ class DaliLoader(Loader):
                 kept = {"keep_size": True, "fill_value": 0, "interp_type": self.dali.types.INTERP_NN}
                 images = fn.rotate(images, angle=inputs["angle"], **kept)
             images = fn.crop_mirror_normalize(
-                images,
-                mean=[255 * value for value in self.normalise.mean],
-                std=[255 * value for value in self.normalise.std],
-                output_layout="HWC" if self.channels_last else "CHW",
-            )
+                images, output_layout="HWC" if self.channels_last else "CHW",
+                mean=[255 * value for value in self.normalise.mean], std=[255 * value for value in self.normalise.std],
+            )  # fmt: skip
             pipeline.set_outputs(images)
         try:
             pipeline.build()
@@ -188,8 +186,7 @@ class DaliLoader(Loader):
 
 def encode_for_dali(content: bytes) -> tuple[np.ndarray, int, int]:
     """Return an encoded image, uint8 [bytes], its height and width. A whole JPEG in grey or RGB is unchanged; PIL
-    decodes any other image to PPM. Raises PIL's exception if it is no image: parsing an unknown file, NVIDIA DALI 2.4
-    may kill the process."""
+    decodes any other image to PPM. Raises PIL's exception if it is none: DALI 2.4 may die of an unknown file."""
     from PIL import Image
 
     with Image.open(io.BytesIO(content)) as header:

@@ -131,8 +131,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def newest_good(named: Path) -> tuple[Path | None, dict[str, Any] | None, list[str]]:
     """Return (path, state, complaints): a checkpoint file, or the newest intact checkpoint of a run's folder or of its
-    checkpoints, and what was wrong with damaged newer ones. An intact one of another version of this program raises its
-    `CheckpointError`."""
+    checkpoints, and what was wrong with damaged newer ones. An intact one of another version raises its error."""
     if named.is_file():
         return named, read_checkpoint(named), []
     complaints = list[str]()

@@ -46,8 +46,7 @@ def open_run(run: Run, resume: str) -> AbstractContextManager[Any]:
 
 def open_folder(run: Run, resume: str) -> tuple[IO[str], State | None, dict[str, Tensor] | None]:
     """Lock the folder of `run`, and resume the run in it or move that run aside; `resume` is auto, never, or a path.
-    Return the lock, held while this file is open, the checkpoint to resume from, and the weights that a new run starts
-    with.
+    Return the lock, held while this file is open, the checkpoint to resume from, and the weights of a new run.
 
     A job that Slurm or torchrun restarts resumes what its earlier start wrote here, whatever `resume` says. It waits
     for an earlier start that still holds the folder, such as one that is cut off from the other ranks and from the

@@ -1,5 +1,4 @@
-"""A run: its log, clock, position and results, and its whole state, which a checkpoint holds (`CONTENT` in
-checkpoint.py)."""
+"""A run: its log, clock, position and results, and its whole state: `CONTENT` in checkpoint.py."""
 
 import math
 from collections.abc import Mapping

@@ -234,9 +234,8 @@ class VerifyConfig(SharedConfig):
     """verification"""
 
     verify_every_steps: Annotated[PositiveInt | None, KeyFlag.FREE_ON_RESUME] = None
-    """Train one step in every N, and each start's first steps, twice, and stop if a bit differs; null: never. A GPU
-    needs deterministic. The run names the device and the layer that computed wrong and saves nothing of that step;
-    docs/reliability.md says which errors are found."""
+    """Train one step in every N, and each start's first steps, twice; if a bit differs, stop and name the rank. null:
+    never. A GPU needs deterministic. docs/reliability.md says which errors are found."""
 
 
 class TrainingConfig(SpeedConfig, RecipeConfig, VerifyConfig):

@@ -82,8 +82,7 @@ class Precision:
 
 
 class Weights:
-    """A model's weights as the optimizer updates them: its parameters, or AMP: with O2 the float32 `masters` of those
-    in half precision."""
+    """A model's weights as the optimizer updates them. AMP: with O2, `masters` of the half-precision ones."""
 
     def __init__(self, model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
         self.model, self.masters = model, masters

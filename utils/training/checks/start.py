@@ -14,8 +14,7 @@ from utils.user_code import user_code_errors
 def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int], valid_batches: Iterable[int]) -> None:
     """Collective: raise `ConfigError` unless the network can do what the run will ask of it, on one or two black
     images: map them to logits [N, num_classes] in validation and in training, in the run's memory format and image
-    sizes, with backward passes. `name`: of the network; `valid_batches`: numbers of images. Restores buffers and random
-    generators."""
+    sizes, with backward passes. `valid_batches`: numbers of images. Restores buffers and random generators."""
     model, config, batch = learner.model, learner.config, learner.plan.global_batch
     random, was_training = seeds.random_state(), model.training
     buffers = [(owner, key, owner[key]) for owner, key in buffer_places(model)]
