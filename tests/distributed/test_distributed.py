@@ -9,6 +9,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ def train_some_steps(world, num_steps=10, **changes):
     grows to 2e-4 within 20 steps, also with one process and another order of summation. So this is in float64.
     """
     torch.set_default_dtype(torch.float64)
-    trainer = train.Trainer(configuration(limit_train_batches=num_steps, **changes), world)
+    with mock.patch.object(train, "check_network", wraps=train.check_network) as check:
+        trainer = train.Trainer(configuration(limit_train_batches=num_steps, **changes), world)
     trainer.learner.model.train()
     for module in trainer.learner.model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -59,6 +61,7 @@ def train_some_steps(world, num_steps=10, **changes):
         "gradients": torch.cat([gradient.flatten() for gradient in gradients]),
         "metrics": trainer.learner.sums.average(world),
         "sample": torch.rand(1).item(),
+        "network checks": check.call_count,
         "storages": len({gradient.untyped_storage().data_ptr() for gradient in gradients}),
     }
 
@@ -151,6 +154,7 @@ def test_ranks_equal_one_process(tmp_path, one_process, world_size):
     results, expected = on_ranks(tmp_path, world_size, train_and_validate, {"plain": {}}), one_process["plain"]
     assert len({result["plain"]["sample"] for result in results}) == world_size  # ranks have different dropout
     for result in results:
+        assert result["plain"]["network checks"] == 1
         for name in ("weights", "gradients"):
             assert distance(result["plain"][name], expected[name]) < 1e-6, name
         metrics = result["plain"]["metrics"]

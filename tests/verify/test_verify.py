@@ -173,6 +173,14 @@ def test_the_first_tensor_that_is_wrong_is_named(tiny, one_rank, repetition):
         assert f"cpu): {struck[0].rpartition(' of ')[2]} " in str(raised.value)
 
 
+def test_a_gradient_is_named_that_is_wrong_in_the_second_micro_batch_only(tiny, one_rank):
+    learner, verifier = build_tiny(tiny(verify_every_steps=1, batch_size=8, micro_batch_size=4), one_rank)
+    passes = itertools.count(1)
+    learner.model[3].weight.register_hook(lambda gradient: gradient + (next(passes) == 2))
+    with pytest.raises(CorruptionError, match=r"cpu\): gradient 3\.weight differs between two repetitions"):
+        some_steps(learner, verifier, 1)
+
+
 GOOD = Evidence("host a, cpu", [], [], {"weight x": 1, "weight y": 2})
 RESULT = GOOD._replace(result=["weight x"])
 OWN = RESULT._replace(device="host b, H200 GPU-1", own=["gradient x", "loss"])

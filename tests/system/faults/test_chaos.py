@@ -1,7 +1,11 @@
 """tests.system.faults.chaos: the plan of faults and the detection of problems."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 
+from tests.system.faults import chaos
 from tests.system.faults.chaos import EPOCHS, MOST_FAULTS, STEPS_PER_EPOCH, check_start
 from tests.system.faults.kinds import KINDS, Fault, plan_faults
 
@@ -29,3 +33,12 @@ def test_the_same_seed_and_number_give_the_same_faults_and_all_kinds_occur():
 def test_an_unexpected_end_is_reported(status, output, wrong):
     found = check_start([Fault("USR1", 7, 0)], status, output, nproc=1, finished=False)
     assert [problem.partition(":")[0] for problem in found] == wrong
+
+
+def test_the_unexpected_end_of_a_start_is_a_problem_of_its_run(tmp_path, monkeypatch):
+    fault, log = Fault("USR1", 7, 0), tmp_path / "run.output"
+    log.write_text(f"{fault.mark}\nstopped on SIGUSR1 in epoch 1")
+    ended = SimpleNamespace(wait=lambda: 1, has_begun=lambda: False, log=log)
+    monkeypatch.setattr(chaos, "Attempt", lambda job, folder: nullcontext(ended))
+    met, (problem,) = chaos.meet_faults(chaos.ForkedRun([], 1, 60), [[fault]], tmp_path / "run")
+    assert met == [fault] and problem.startswith("status 1 after ['USR1'], expected (75,)")
