@@ -27,7 +27,7 @@ from tools.common import COLOURS, check_writable, new_figure, new_parser, path_a
 from utils.errors import ConfigError, exit_in_a_line
 from utils.run.profile import RANGES, TRACE_FILE, TRANSPOSES
 
-GROUPS = (*RANGES, "backward pass", "operators", "all-reduces")  # of lanes, above those of GPU streams
+GROUPS = (*RANGES, "backward pass", "operators", "all-reduces")  # of lanes, above the lanes of GPU streams
 ALL_REDUCES = re.compile("(?i)^(gloo:|ncclDev).*all_?reduce")  # `nccl:all_reduce` is only the host's launch
 # In the order of drawing: operators call operators, and the inner one covers the outer one, but `other` covers nothing.
 COLOUR = {

@@ -60,7 +60,7 @@ def start_cluster(num_nodes, settings=""):
         pytest.skip(f"not installed: {' '.join(missing)} (tests/system/slurm/install.sh)")
     if subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True, check=False).returncode:
         pytest.skip("namespaces are not allowed here, or this is not root")
-    with tempfile.TemporaryDirectory(prefix="slurm-") as made:  # a short path: that of a Unix socket is limited
+    with tempfile.TemporaryDirectory(prefix="slurm-") as made:  # a short path: the path of a Unix socket is limited
         cluster = SlurmCluster(Path(made), num_nodes, settings)
         try:
             cluster.power_on()
