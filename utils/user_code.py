@@ -41,7 +41,7 @@ def call(key: str, name: str, error: type[ExpectedError], **arguments: Any) -> A
     if str(here) not in sys.path:
         sys.path.append(str(here))  # last, so that no file there shadows a library
     with user_code_errors(
-        f"{what} is not on Python's path or in {here}, cannot be imported, or another module of its name comes first",
+        f"{what} is not on Python's path or in {here}, comes after another module of its name, or cannot be imported",
         ConfigError,
     ):
         function = getattr(importlib.import_module(module_name), function_name)

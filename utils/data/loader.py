@@ -173,7 +173,7 @@ def init_worker(worker: int) -> None:
 
 def _end_worker(error: Exception, batch: object) -> None:
     print_error(f"a loader worker cannot send a batch: {error}")
-    os._exit(getattr(error, "errno", None) or 1)  # the trainer explains 24, too many open files
+    os._exit(24 if "Too many open files" in str(error) else 1)  # EMFILE, which the trainer explains
 
 
 class DeviceLoader(Loader):
