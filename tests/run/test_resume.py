@@ -124,7 +124,7 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):
     ids=lambda number: number.name)  # fmt: skip
 def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, number):
     """Sent to every process of the run, loader workers included, as torchrun, Slurm and a terminal do."""
-    keys = TINY | {"limit_train_batches": 20, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}
+    keys = TINY | {"limit_train_batches": 60, "log_freq": 1, "data_loader": "torchvision", "num_data_workers": 1}
     folder = tmp_path / "run"
     command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={folder}", *as_options(keys)]
     environment = without_launcher(os.environ)
@@ -145,4 +145,4 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     assert "Traceback" not in errors
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert [row["step"] for row in read_records(folder, "step")] == list(range(1, 41))
+    assert [row["step"] for row in read_records(folder, "step")] == list(range(1, 121))
