@@ -26,17 +26,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     wanted = os.environ.get(CPP_LOG_LEVEL)
     os.environ.setdefault(CPP_LOG_LEVEL, "ERROR")  # read at import; else each failed connection prints a C++ stack
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.run import main as torchrun
-
-    if wanted is None:
-        del os.environ[CPP_LOG_LEVEL]  # not for the ranks
     file, problem, status = options.file, "", 0
     try:
         log = file.open("x", encoding="utf-8")
     except OSError as error:
         parser.error(f"{file}: {error.strerror}; expected the name of a new file, for torchrun's log")
     with log, redirect_stderr(log):  # only in this process: the ranks inherit the file descriptor
+        from torch.distributed.elastic.multiprocessing.api import SignalException  # here: torch 2.11 keeps this stderr
+        from torch.distributed.run import main as torchrun
+
+        if wanted is None:
+            del os.environ[CPP_LOG_LEVEL]  # not for the ranks
         try:
             torchrun(options.arguments)
         except SignalException as error:  # a requested stop, not a failure
