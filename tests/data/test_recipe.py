@@ -99,7 +99,7 @@ def test_resizing_antialiases_and_keeps_the_memory_format():
 
 
 def test_network_trains_on_small_images_and_validates_at_full_size(tiny, one_rank, tmp_path):
-    config = tiny(progressive_image_sizes=((16, 0.25), (24, 0.5)), limit_train_batches=2, max_epochs=4)
+    config = tiny(progressive_image_sizes=((16, 0.2), (24, 0.5)), limit_train_batches=2, max_epochs=4)
     trainer, sizes = Trainer(config, one_rank, tmp_path), []
     first = trainer.learner.model.conv1
     first.register_forward_hook(lambda _, inputs, __: sizes.append((first.training, inputs[0].shape[-1])))

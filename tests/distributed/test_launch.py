@@ -48,6 +48,7 @@ OTHER_STEP = Launch(5, 6, 1, 2, "gpu9", 24343, "1001.2")
     (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")),
     (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
     (PALS, Launch(1, 2, 1, 2, "127.0.0.1", find_launch(PALS).port, "7.pbs")),
+    (MPICH | {"LSB_JOBID": "8"}, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "8")),
     (SRUN | PALS, STEP),
     (SRUN | TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
     # mpirun over two nodes of a Slurm job, which starts the remote ranks with srun

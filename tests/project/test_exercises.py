@@ -4,38 +4,18 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from ruamel.yaml import YAML
 
 from tests.conftest import ROOT
 
 EXERCISES = sorted((ROOT / "docs/course/exercises").glob("*.py"))
 SOLUTIONS = ROOT / "docs/course/exercises/solutions"
 BLANK = "raise NotImplementedError"
-# Mistakes that the tests of an exercise must find: a part of its solution, and what replaces it.
-MISTAKES = {
-    "accumulation": [(" * (len(some) / len(images))", " / -(-len(images) // micro_batch_size)"),
-        ("    optimizer.zero_grad()\n", ""),
-        ("images.split(micro_batch_size), labels.split(micro_batch_size)", "[images], [labels]")],
-    "autocast": [("layer.weight.bfloat16()", "layer.weight.detach().bfloat16()"), (", *shape", "")],
-    "averaging": [("        flat /= dist.get_world_size()\n", ""), ("filled + size > bucket_bytes", "False")],
-    "channels_last": [("    optimizer.zero_grad()\n", ""),
-        ("return network.to(memory_format=torch.channels_last)", "return network")],
-    "loss_scaling": [("        optimizer.zero_grad()\n", ""),
-        ("                gradient.div_(self.scale)\n", "                pass\n"),
-        ("for gradient in gradients)", "for gradient in gradients[:1])"),
-        ("bool(gradient.isfinite().all())", "not bool(gradient.isnan().any())"),
-        ("self.scale * 2, 0", "self.scale * 2, self.good_steps")],
-    "resuming": [("torch.save(state, partial)", "torch.save(state, path); partial = path"),
-        ('    optimizer.load_state_dict(state["optimizer"])\n', ''),
-        ('    torch.set_rng_state(state["generator"])\n', ''), ("return epoch, batch", "return epoch, 0")],
-    "sampling": [("num_images, world_size))", "num_images // world_size * world_size, world_size))"),
-        ("sum(correct) / sum(counted)", "sum(c / n for c, n in zip(correct, counted)) / len(counted)")],
-    "warmup": [("math.sqrt(batch_size / reference_batch_size)", "batch_size / reference_batch_size"),
-        ("rate * (step + 1) / warmup_steps", "rate * step / warmup_steps"),
-        ("step + 1 >= warmup_steps", "step + 1 >= int(warmup_epochs) * steps_per_epoch")],
-}  # fmt: skip
+MISTAKES = YAML(typ="safe").load(Path(__file__).with_name("mistakes.yaml"))
 
 
 def count_outcomes(answers, folder):

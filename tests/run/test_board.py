@@ -59,8 +59,8 @@ def test_a_run_has_scalars_by_epoch_step_and_second_texts_and_pictures(run):
     assert "| class | accuracy |" in texts(events, "run/worst classes")
     (grid,), (matrix,) = events.Images("augmented batch"), events.Images("confusion matrix")
     assert (grid.height, grid.width, matrix.width) == (3 * (4 * 33 + 1), 3 * (8 * 33 + 1), 600)
-    image = tensorboard.draw_matrix(torch.tensor([[4, 0], [1, 3]]))  # white at 0 and dark at 100 %
-    assert image.shape == (600, 600) and (image[0, 599], image[0, 0]) == (1, 0) and 0 < image[599, 0] < 1
+    image = tensorboard.draw_matrix(torch.tensor([[4, 0], [1, 3]]))  # white at 0, dark at 100 %, square root
+    assert image.shape == (600, 600) and (image[0, 599], image[0, 0]) == (1, 0) and image[599, 0] == 0.5
 
 
 def test_hparams_have_a_row_of_settings_and_results(run):

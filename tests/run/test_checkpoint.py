@@ -53,7 +53,9 @@ def resume(tiny, one_rank, folder):
 
 def test_a_checkpoint_holds_exactly_the_keys_of_the_table_and_any_pytorch_reads_it(saved):
     path = list_checkpoints(saved)[0]
-    assert torch.load(path, weights_only=True).keys() == checkpoint.CONTENT.keys()
+    state = torch.load(path, weights_only=True)
+    assert state.keys() == checkpoint.CONTENT.keys()
+    assert state["timing"][1] == 11 * 32  # images of all windows but the first, of one batch
     content = path.read_bytes()
     assert content[-71:] == b"sha256:" + sha256(content[:-71]).hexdigest().encode()
 
@@ -161,6 +163,19 @@ def test_other_tensors_are_refused_by_name(tiny, one_rank, folder):
     with pytest.raises(CheckpointError, match="the optimizer's groups of parameters"):
         trainer.train()
     assert contents(folder) == before
+
+
+def test_an_average_or_moments_of_other_shapes_do_not_fit_but_half_precision_does(state):
+    network = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state["model"].items()}
+    checkpoint.check_tensors_fit(Path("file"), state, network)
+    optimizer, moments = torch.optim.AdamW([torch.ones(2)]), {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    other = {
+        "optimizer": optimizer.state_dict() | {"state": {0: moments}},
+        "average": {"module": network | {"a": moments}},
+    }
+    with pytest.raises(CheckpointError, match=r"'average.a' dict -> missing, ") as refused:
+        checkpoint.check_tensors_fit(Path("file"), state | other, network, optimizer)
+    assert all(f"'optimizer.0.{name}' float32 [3] -> float32 [2]" in str(refused.value) for name in moments)
 
 
 def test_what_may_change_is_logged_and_used_also_after_damaged_lines_of_the_metrics(tiny, one_rank, folder):

@@ -19,18 +19,20 @@ from utils.run import meters
 from utils.run.clock import Window
 from utils.run.config import MEASURED
 from utils.run.meters import count_devices, read_gpu, read_joules
-from utils.training.metrics.flops import flops_per_image, published_peak, read_peak
+from utils.training.metrics.flops import PEAKS, flops_per_image, published_peak, read_peak
 
 GPU = torch.device("cuda", 0)
 
 
 def test_a_gpu_reports_power_temperature_clock_and_memory_except_what_it_refuses(monkeypatch):
     assert read_gpu(torch.device("cpu")) == {}
-    for name, answer in {"power_draw": 700_000, "clock_rate": 1980, "device_memory_used": 8_000_000_000}.items():
+    answers = {"power_draw": 700_000, "temperature": 65, "clock_rate": 1980, "device_memory_used": 8_000_000_000}
+    for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    values = {"gpu_power_w": 700, "gpu_temperature_c": 65, "gpu_clock_mhz": 1980, "gpu_memory_gb": 8}
+    assert read_gpu(GPU) == values and values.keys() <= MEASURED
     monkeypatch.setattr(torch.cuda, "temperature", lambda device: {}["Not Supported"])
-    values = read_gpu(GPU)
-    assert values == {"gpu_power_w": 700, "gpu_clock_mhz": 1980, "gpu_memory_gb": 8} and values.keys() <= MEASURED
+    assert read_gpu(GPU).keys() == values.keys() - {"gpu_temperature_c"}
 
 
 def test_the_energy_is_that_of_the_gpu_with_pytorchs_uuid(monkeypatch):
@@ -77,6 +79,16 @@ def test_published_peaks(device, number_format, peak):
     assert published_peak(device, number_format) == peak
 
 
+def test_peaks_are_those_of_nvidias_data_sheets():
+    """Without sparsity: bf16, fp16, TF32, float32; for the last three, fp16 and float32."""
+    assert {name: tuple(formats.values()) for name, formats in PEAKS.items()} == {
+        "B200": (2250, 2250, 1125, 75), "H200 NVL": (835, 835, 417, 60), "H200": (989, 989, 494, 67),
+        "H100 NVL": (835, 835, 417, 60), "H100 PCIe": (756, 756, 378, 51), "H100": (989, 989, 494, 67),
+        "A100": (312, 312, 156, 19.5), "L40S": (362, 362, 183, 91.6), "L4": (121, 121, 60, 30.3),
+        "A10": (125, 125, 62.5, 31.2), "V100-PCIE": (112, 14), "V100": (125, 15.7), "T4": (65, 8.1),
+    }  # fmt: skip
+
+
 def report(path, device, bench="limits"):
     results = {"product float32, TFLOP/s": {"median": 0.5}, "convolution float32 NHWC, TFLOP/s": {"median": 0.25}}
     path.write_text(json.dumps({"bench": bench, "environment": {"device": device}, "results": results}))
@@ -97,15 +109,17 @@ def test_a_run_records_them(tiny, one_rank, tmp_path, monkeypatch):
     energy = iter((5.0, 7.0))
     monkeypatch.setattr(meters, "read_joules", lambda device: next(energy))
     monkeypatch.setattr(meters, "read_gpu", lambda device: {"gpu_power_w": 700.0})
+    monkeypatch.setattr(meters.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1_000_000))  # KiB
     limits = str(report(tmp_path / "limits.json", device_name(one_rank.device)))
-    trainer = Trainer(tiny(limits_report=limits, max_epochs=1, enable_amp=False), one_rank, tmp_path / "run")
+    small_first = {"progressive_image_sizes": [[16, 0.5]], "max_epochs": 2}
+    trainer = Trainer(tiny(limits_report=limits, enable_amp=False, **small_first), one_rank, tmp_path / "run")
     trainer.train()
     steps, [end] = read_records(tmp_path / "run", "step"), read_records(tmp_path / "run", "end")
-    flops = flops_per_image(trainer.learner.model, (3, 32, 32))
+    flops = [flops_per_image(trainer.learner.model, (3, side, side)) for side in (16, 32)]
     for row in steps:
-        assert row["model_tflops"] == pytest.approx(row["images_per_sec"] * flops / 1e12)
-        assert row["mfu"] == pytest.approx(row["model_tflops"] / 0.5)
-    assert len(steps) == 2 and end["joules"] == 2 and end["joules_per_image"] == 2 / (4 * 32)
+        assert row["model_tflops"] == pytest.approx(row["images_per_sec"] * flops[row["epoch"] - 1] / 1e12)
+        assert row["mfu"] == pytest.approx(row["model_tflops"] / 0.5) and row["memory_gb"] == 1.024
+    assert len(steps) == 4 and end["joules"] == 2 and end["joules_per_image"] == 2 / (8 * 32)
     assert steps[0]["gpu_power_w"] == 700 and "gpu_power_w" not in steps[1], "read once a second at most"
     assert {"model_tflops", "mfu", "joules", "joules_per_image"} <= MEASURED
 

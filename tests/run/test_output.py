@@ -114,6 +114,12 @@ def test_names_of_classes_that_the_locale_lacks_are_kept(tmp_path):
     assert {row["class"] for row in end["worst_classes"]} == {"кот", "é|собака"}
 
 
+def test_ctrl_c_before_the_first_step_is_130_with_a_line(tmp_path):
+    (tmp_path / "own_data.py").write_text("import os\ndef load(data_path): os.kill(os.getpid(), 2)")
+    process = ended(training(tmp_path / "run", dataset="own_data:load"), PYTHONPATH=str(tmp_path))
+    assert (process.returncode, process.stderr) == (130, "interrupted; earlier checkpoints are kept\n")
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, closed):
     """`train.py <&- >&- 2>&-`, whose signal's message must not go to another file, and `train.py | head`."""

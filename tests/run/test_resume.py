@@ -68,6 +68,7 @@ def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, w
     assert {key: state[key] for key in saved} == saved
     run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
+    assert not read_records(tmp_path, "end")[0]["clock_seconds"]["replay"]
 
 
 def train_on_two_ranks(folder, poll):

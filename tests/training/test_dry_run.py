@@ -28,6 +28,7 @@ def test_the_memory_estimate_counts_all_tensors_after_a_step(tiny, one_rank, cha
     moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     average = [] if ema is None else ema.network.state_dict().values()
     assert state_bytes(config, trainer.learner.weights) == 2 * size(weights) + size(moments) + size(average)
+    assert "then x 0.2 after 11 epochs without" in trainer.describe()
 
 
 def test_the_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, one_rank):
@@ -39,12 +40,13 @@ def test_the_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, on
     assert all(torch.equal(value, before[name]) for name, value in learner.model.state_dict().items())
 
 
-def test_a_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys):
-    schedule = {"lr": 0.4, "lr_schedule": [2], "lr_decay_factor": 0.1, "max_epochs": 3}
+def test_a_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("utils.training.checks.dry_run.activation_bytes_per_image", lambda *_: 10**9)
+    schedule = {"lr": 0.4, "lr_schedule": [2], "lr_decay_factor": 0.1, "max_epochs": 3, "micro_batch_size": 8}
     config = tiny("bs2048-warmup-opt", batch_size=32, **schedule)  # 4 steps an epoch, the first epoch a warm-up
     assert train.main(Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=True)) == 0
     said = capsys.readouterr().out
-    for words in ("78,042 parameters", "128 in 4 steps per epoch", "memory estimate"):
+    for words in ("78,042 parameters", "128 in 4 steps per epoch", "activations 8.00 GB"):
         assert words in said
     rates = said.partition("learning rate    schedule [2]\n")[2].splitlines()
     corners = [(int(line.split()[1]), float(line.split()[2])) for line in rates]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from utils.program import missing_compiler
 from utils.run.logger import RunLogger
 from utils.training.metrics.flops import flops_per_image
 from utils.training.optimizers.build import build_optimizer, set_learning_rate
+from utils.training.step import GraphedUpdate
 
 HAS_COMPILER = not missing_compiler(gpu=False)
 COMPILED_KERNELS = {
@@ -204,6 +206,20 @@ def test_gradients_are_averaged_once_per_step(tiny, one_rank):
     finally:
         dist.destroy_process_group()
     assert learner.update.accumulation == 4 and len(buckets) == 1
+
+
+def test_a_graph_is_captured_after_11_steps_of_each_image_size_and_replays_on_the_batch(monkeypatch):
+    """With a mocked torch.cuda: the update runs for the first steps and the capture, then the graph."""
+    update, cuda, replayed = MagicMock(), MagicMock(), []
+    monkeypatch.setattr(torch, "cuda", cuda)
+    graphed = GraphedUpdate(update, torch.device("meta"))
+    cuda.CUDAGraph.return_value.replay = lambda: replayed.append(graphed.images.mean() + graphed.labels.mean())
+    for size in (8, 4):
+        for number in range(14):
+            images, labels = torch.full((2, 3, size, size), float(number)), torch.full((2,), 100.0 * number)
+            assert graphed.replays(images) is (number > 11)
+            graphed(images, labels)
+    assert replayed == [1111, 1212, 1313] * 2 and update.call_count == 2 * 12 and cuda.CUDAGraph.call_count == 2
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -90,6 +91,11 @@ def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, o
     again = run(tiny(max_epochs=3, lr=0.5, log_freq=1), one_rank, folder, resume=str(folder))
     assert f"Already finished: best acc1 {100 * again.run.best['acc1']:.2f} %" in (folder / "train.log").read_text()
     assert before == {name: (folder / name).read_bytes() for name in before}
+    (end,), rows = read_records(folder, "end"), read_records(folder, "epoch")
+    expected = [max(row["acc1/valid"] for row in rows), rows[-1]["acc1/valid"], rows[-1]["loss/valid"]]
+    assert [end[name] for name in ("best_acc1", "last_acc1", "last_loss")] == expected
+    arguments, when_saved = Arguments(tiny(max_epochs=3), "tiny", folder, "auto", dry_run=False), Mock()
+    assert train_module.main(arguments, when_saved) == 0 and when_saved.called
     (folder / "checkpoints/best.pt").unlink()
     assert "the best weights are lost" in run(tiny(max_epochs=3), one_rank, folder).run.summarise(True)
 
@@ -172,13 +178,13 @@ def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, one_rank, tm
     run(tiny(max_epochs=1, **settings), one_rank, tmp_path)
     good = {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
     trainer = Trainer(tiny(max_epochs=3, **settings), one_rank, tmp_path, "tiny", str(tmp_path))
-    update, count = trainer.learner.update, iter(range(100))
+    update, count, bad = trainer.learner.update, iter(range(100)), 2 * micro_batches - 1  # before or after a log point
 
-    def break_the_second_batch(images, labels):
-        update(images * (math.nan if next(count) == 1 else 1), labels)
+    def break_a_batch(images, labels):
+        update(images * (math.nan if next(count) == bad else 1), labels)
 
-    trainer.learner.update = break_the_second_batch
-    with pytest.raises(ExpectedError, match="finite number in epoch 2, iteration 1, learning rate"):
+    trainer.learner.update = break_a_batch
+    with pytest.raises(ExpectedError, match=f"finite number in epoch 2, iteration {bad}, learning rate"):
         trainer.train()
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == good
 
@@ -193,10 +199,10 @@ def test_non_finite_outputs_in_validation_only_end_the_run_without_a_best(tiny, 
 
 
 def train_differently(folder):
-    """With a processor that lacks kernels for bf16. Workers may differ between nodes."""
+    """With a processor that lacks kernels for bf16. Workers and paths may differ between nodes."""
     rank = int(os.environ["RANK"])
     plan.has_bf16_kernels = lambda: rank == 0
-    config = tiny_config(num_data_workers=rank, enable_amp="auto")
+    config = tiny_config(num_data_workers=rank, data_path=f"data-{rank}", enable_amp="auto")
     return train_module.main(Arguments(config, "tiny", folder, "never", dry_run=False))
 
 

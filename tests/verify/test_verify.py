@@ -102,6 +102,7 @@ def test_checked_steps_give_the_same_result_as_unchecked_ones(tiny, one_rank, ch
     learner, verifier = build_tiny(tiny(batch_size=8, verify_every_steps=1, **changes), one_rank)
     checked = some_steps(learner, verifier, 4)
     assert checked.keys() == unchecked.keys()
+    assert any(name.startswith("average ") for name in checked) is ("ema_decay" in changes)
     assert [name for name in checked if not torch.equal(checked[name], unchecked[name])] == []
     assert verifier.checked == learner.steps == 4
 
