@@ -83,8 +83,8 @@ class Trainer:
         data = dataset.describe() | {"steps_per_epoch": len(self.loaders.train)}
 
         build = partial(build_model, image_side=data["shape"][-1])
-        compile_timer = partial(clock.during, "compile")
-        learner = Learner(config, plan, build, world, len(self.loaders.train), compile_timer=compile_timer)
+        learner = Learner(config, plan, build, world, len(self.loaders.train))
+        learner.compile_timer = partial(clock.during, "compile")
         valid = self.loaders.valid.sampler
         compile_validation(learner, valid)
         self.learner = learner

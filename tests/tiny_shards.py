@@ -62,7 +62,7 @@ class Pretended(World):
     def all_gather(self, value):
         return [value] * self.world_size
 
-    def main_first(self, action):
+    def main_only(self, action):
         return action()
 
 

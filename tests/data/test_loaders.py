@@ -1,6 +1,5 @@
 """The loader contract of utils.data, for every backend."""
 
-import math
 import multiprocessing
 import os
 import re
@@ -271,15 +270,9 @@ def test_a_worker_ignores_signals_except_sigterm_of_its_trainer():
     assert worker.exitcode == 0
 
 
-@pytest.mark.parametrize(("places", "quota", "workers"), [
-    ([("here", [0, 1]), ("here", [0, 1]), ("there", [0, 1])], math.inf, 1),  # two ranks share two cores
-    ([("here", [0, 1, 2, 3]), ("here", [4, 5, 6, 7])], math.inf, 4),  # bound to different cores
-    ([("here", [0, 1, 2, 3]), ("here", [4, 5, 6, 7]), ("there", [0])], 6, 3),  # which share their node's quota
-    ([("here", [0])], 0.5, 1),
-])  # fmt: skip
-def test_workers_are_capped_to_a_ranks_part_of_its_cores_and_quota(places, quota, workers, tiny, monkeypatch):
-    monkeypatch.setattr(utils.data.build, "cpu_quota", lambda: quota)
-    world = SimpleNamespace(rank=0, all_gather=lambda mine: places)
+@pytest.mark.parametrize(("cores", "workers"), [(3.5, 3), (0.5, 1)])
+def test_workers_are_capped_to_a_ranks_cores(cores, workers, tiny):
+    world = SimpleNamespace(count_cores=lambda: cores)
     config, notes = utils.data.build.cap_workers(tiny(data_loader="torchvision", num_data_workers=64), world)
     assert config.num_data_workers == workers and f"num_data_workers: {workers} instead of 64, for " in notes[0]
     for changes in ({"num_data_workers": 0}, {"data_loader": "device"}):

@@ -7,16 +7,18 @@ import subprocess
 import sys
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import utils.distributed.ranks
+import utils.distributed.world
 from tests.conftest import as_options
 from tests.processes import ROOT, wait_until, without_launcher
 from utils.distributed import launch as launchers
 from utils.distributed.launch import Launch, find_launch, first_host, job_name, torchrun_here, was_restarted
-from utils.distributed.world import choose_device
+from utils.distributed.world import World, choose_device
 from utils.errors import ConfigError
 from utils.quotas import cpu_quota, memory_limit
 
@@ -112,20 +114,28 @@ def test_a_job_keeps_its_name_when_it_is_restarted():
     assert other.startswith("torchrun ") and other != name
 
 
-@pytest.mark.parametrize(("ranks", "own_cores", "quota", "variable", "threads"), [
-    # the launcher bound each of four ranks to a quarter of the cores; they share them; a container's quota, of both and
-    # of one process; the user or torchrun decides; PyTorch does
-    (4, 4, inf, None, [4]), (4, 16, inf, None, [4]), (4, 4, 6, None, [1]), (4, 16, 6, None, [1]),
-    (1, 16, 2.5, None, [2]), (1, 16, 0.5, None, [1]), (4, 16, 6, "3", []), (1, 16, inf, None, []),
+@pytest.mark.parametrize(("places", "quota", "cores"), [
+    ([("here", [0, 1]), ("here", [0, 1]), ("there", [0, 1])], inf, 1),  # two ranks share two cores
+    ([("here", [0, 1, 2, 3]), ("here", [4, 5, 6, 7])], inf, 4),  # bound to different cores
+    ([("here", [0, 1, 2, 3]), ("here", [4, 5, 6, 7]), ("there", [0])], 6, 3),  # which share their node's quota
+    ([("here", [0])], 0.5, 0.5),
 ])  # fmt: skip
-def test_ranks_of_a_machine_share_its_cores(monkeypatch, ranks, own_cores, quota, variable, threads):
+def test_ranks_of_a_machine_share_its_cores(monkeypatch, places, quota, cores):
+    monkeypatch.setattr(utils.distributed.world, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(World, "all_gather", lambda *_: places)
+    assert World(0, 0, len(places), torch.device("cpu")).count_cores() == cores
+
+
+@pytest.mark.parametrize(("ranks", "cores", "variable", "threads"), [
+    # its cores; fewer than PyTorch would take; the user or torchrun decides; PyTorch does
+    (4, 16, None, [16]), (1, 2.5, None, [2]), (1, 0.5, None, [1]), (4, 1.5, "3", []), (1, 16, None, []),
+])  # fmt: skip
+def test_a_rank_has_as_many_threads_as_cores(monkeypatch, ranks, cores, variable, threads):
     chosen: list[int] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(own_cores)))
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(utils.distributed.launch, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "environ", {} if variable is None else {"OMP_NUM_THREADS": variable})
-    utils.distributed.ranks._set_threads(Launch(0, ranks, 0, ranks))
+    utils.distributed.ranks._set_threads(SimpleNamespace(world_size=ranks, count_cores=lambda: cores))
     assert chosen == threads
 
 

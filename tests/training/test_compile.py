@@ -83,12 +83,13 @@ def test_a_run_compiles_once_for_each_image_size_and_for_validation(tiny, one_ra
     assert (compiled.frame_count, dict(counters["graph_break"])) == (5, {})
 
 
-def test_ddp_calls_the_compiled_network(tiny, one_rank, compiled):
+def test_ddp_calls_the_compiled_network(tiny, one_rank, compiled, monkeypatch):
     """Compiled code that calls DDP breaks at DDP's own code, and compiles it again for steps without communication."""
+    monkeypatch.setattr("utils.training.learner.distribute", wrap_in_ddp)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         config = tiny(enable_compile=True, micro_batch_size=2, batch_size=8, ema_decay=0.9)
-        learner = build_measured(config, one_rank, wrap=wrap_in_ddp)
+        learner = build_measured(config, one_rank)
         for batch in BATCHES[:2]:
             learner.train_step(*batch)
     finally:

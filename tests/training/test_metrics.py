@@ -52,7 +52,7 @@ def test_sums_are_bitwise_equal_to_simple_operations(one_rank, mixed, not_finite
         expected[2] += len(targets)
         expected[3] += torch.isfinite(expected[0])
         assert torch.equal(sums.sums, expected) or number >= 290
-    assert sums.sums.tolist()[1:] == expected.tolist()[1:] and sums.finite_batches() == 290
+    assert sums.sums.tolist()[1:] == expected.tolist()[1:] and sums.finite_micro_batches() == 290
     assert not math.isfinite(sums.average(one_rank)["loss"])
 
 

@@ -190,7 +190,7 @@ def test_the_host_reads_values_only_at_log_points(tiny, one_rank, monkeypatch, t
     assert (outside > 0) is (name == "unfused scale") and in_log_points > 0
 
 
-def test_gradients_are_averaged_once_per_step(tiny, one_rank):
+def test_gradients_are_averaged_once_per_step(tiny, one_rank, monkeypatch):
     """With the last of four micro-batches, in one bucket."""
     buckets = []
 
@@ -198,9 +198,10 @@ def test_gradients_are_averaged_once_per_step(tiny, one_rank):
         buckets.append(bucket)
         return default_hooks.allreduce_hook(None, bucket)
 
+    monkeypatch.setattr("utils.training.learner.distribute", wrap_in_ddp)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), one_rank, wrap=wrap_in_ddp)
+        learner = build_measured(tiny(micro_batch_size=2, batch_size=8), one_rank)
         learner.update.distributed.register_comm_hook(None, reduce)
         learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
     finally:

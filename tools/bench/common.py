@@ -171,10 +171,10 @@ def alone(config: Config) -> World:
     return World(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))
 
 
-def build_measured(config: Config, world: World, image_side: int | None = None, **options: Any) -> Learner:
-    """Collective: build train.py's learner for images of `image_side` pixels; `options` are the learner's."""
+def build_measured(config: Config, world: World, image_side: int | None = None) -> Learner:
+    """Collective: build train.py's learner for images of `image_side` pixels."""
     plan, build = make_plan(config, world), partial(build_model, image_side=image_side)
-    learner = Learner(config, plan, build, world, STEPS_PER_EPOCH, **options)
+    learner = Learner(config, plan, build, world, STEPS_PER_EPOCH)
     learner.model.train()
     return learner
 

@@ -1,9 +1,9 @@
 """Open the configured dataset and build its loaders."""
 
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from utils.data.sampling import IntArray, Sampler
 from utils.distributed.launch import SCHEDULER_VARIABLES, name_ranks
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
-from utils.quotas import cpu_quota
 from utils.user_code import is_user_code
 
 BUILDERS: dict[str, Callable[[DataConfig, Split, Sampler, Normalise], Loader]] = {
@@ -52,7 +51,8 @@ class Loaders:
 def open_dataset(config: DataConfig, world: World, *, fetch: bool = True) -> Dataset:
     """Collective: open the dataset. With `fetch` one process downloads it, except in a batch job."""
     fetch &= not any(os.environ.get(name) for name in SCHEDULER_VARIABLES)  # whose nodes often have no network
-    dataset = world.main_first(lambda: find_dataset(config, download=fetch))
+    find = partial(find_dataset, config, download=fetch)
+    dataset = world.main_only(find) or find()  # first on the main process, then on the others
     found = world.all_gather(dataset.describe())
     # versions of Pillow decode some pixels differently: all ranks take the statistics of rank 0
     statistics: dict[str, Any] = {name: found[0][name] for name in STATISTICS}
@@ -137,13 +137,10 @@ def _build_sampler(config: DataConfig, labels: IntArray, world: World, training:
 
 
 def cap_workers(config: SomeConfig, world: World) -> tuple[SomeConfig, list[str]]:
-    """Collective: return `config` with `num_data_workers` capped to this rank's part of its cores, and of the CPU quota
-    of a node's ranks, and a note if so."""
+    """Collective: return `config` with `num_data_workers` capped to this rank's cores, and a note if so."""
     if config.data_loader not in LOADERS_WITH_WORKERS:
         return config, []
-    places = world.all_gather((platform.node(), sorted(os.sched_getaffinity(0))))
-    node, here = places[world.rank]
-    cores = min(len(here) / places.count((node, here)), cpu_quota() / [other for other, _ in places].count(node))
+    cores = world.count_cores()
     workers = min(config.num_data_workers, max(1, int(cores)))
     note = f"num_data_workers: {workers} instead of {config.num_data_workers}, for {cores:g} cores of this rank"
     notes = [] if workers == config.num_data_workers else [note]

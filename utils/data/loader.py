@@ -30,7 +30,7 @@ MOST_UNREADABLE = 0.01  # of the images of a split
 BATCHES_AT_ONCE = 64  # batches whose augmentation is sampled, and copied to the device, at once
 DELAY_SECONDS = 0.1  # before workers are started
 EXIT_SECONDS = 1.0  # for the signal of a worker's death, after its connection has broken
-Batch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, unreadable files
+WorkerBatch = tuple[Tensor, Tensor, dict[str, str]]  # images, labels, unreadable files
 
 
 class Loader(ABC):
@@ -92,14 +92,14 @@ def report_unreadable(world: World, loaders: Iterable[Loader], folder: Path) -> 
     return [f"{describe_unreadable(unreadable)}; {how}"] if is_new else []
 
 
-class AugmentedImages(torch_data.Dataset[Batch | ExpectedError]):
+class AugmentedImages(torch_data.Dataset[WorkerBatch | ExpectedError]):
     """The dataset of a DataLoader worker: returns the augmented batch of (epoch, indices) as uint8, a quarter of the
     bytes to copy, or an `ExpectedError`, since a worker's exception would arrive as the text of a traceback."""
 
     def __init__(self, split: Split, sampler: Sampler) -> None:
         self.split, self.sampler = split, sampler
 
-    def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> Batch | ExpectedError:
+    def __getitem__(self, epoch_and_indices: tuple[int, IntArray]) -> WorkerBatch | ExpectedError:
         epoch, indices = epoch_and_indices
         augmentation = self.sampler.sample_augmentation(epoch, indices)
         crops = None if augmentation is None else augmentation.crop

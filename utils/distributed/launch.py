@@ -16,7 +16,6 @@ from itertools import groupby
 from pathlib import Path
 
 from utils.errors import ConfigError
-from utils.quotas import cpu_quota
 
 SCHEDULER_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # Names of the job, the same for all its ranks; the first that is set counts. srun: job and step.
@@ -50,13 +49,6 @@ class Launch:
     port: int = 0
     job: str = ""  # separates jobs that use the same port by mistake
     hosts_store: bool = True  # rank 0 serves the store; False: torchrun does
-
-    @property
-    def cores(self) -> float:
-        """The number of cores for this rank: its part of those that it may use, and of a container's CPU quota."""
-        cores, ranks = len(os.sched_getaffinity(0)), self.local_world_size
-        bound = cores * ranks <= (os.cpu_count() or 1)  # the launcher bound each process to separate cores
-        return min(cores if bound else cores / ranks, cpu_quota() / ranks)
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch:

@@ -66,19 +66,23 @@ def run_ranks(action: Callable[[World], None], device: str, timeout: float) -> i
     `ExpectedError` without traceback. With several ranks a failure ends the process: other threads may hang.
     """
     launch, peers, outcome = Launch(), None, Failure(0)
-    action = complete_output()(action)  # flushed before the ranks agree on the status
+
+    @complete_output()  # flushed before the ranks agree on the status
+    def act(world: World) -> None:
+        _set_threads(world)
+        action(world)
+
     try:
         launch = find_launch(os.environ)
-        _set_threads(launch)
         if launch.world_size > 1:
             peers = Peers(launch, open_store(launch, timeout), timeout)
         world = World(launch.rank, launch.local_rank, launch.world_size, choose_device(device, launch.local_rank))
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
         if peers is None:
-            action(world)
+            act(world)
         else:
-            outcome = peers.run(action, world)
+            outcome = peers.run(act, world)
     except BaseException as error:
         if peers is not None:
             peers.fail(error)
@@ -90,12 +94,13 @@ def run_ranks(action: Callable[[World], None], device: str, timeout: float) -> i
     return outcome.status
 
 
-def _set_threads(launch: Launch) -> None:
-    """Without OMP_NUM_THREADS, which srun and mpirun do not set, use this rank's cores. A single process without a
-    quota keeps PyTorch's number."""
-    some = launch.world_size > 1 or launch.cores < len(os.sched_getaffinity(0))
-    if "OMP_NUM_THREADS" not in os.environ and some:
-        torch.set_num_threads(max(1, int(launch.cores)))
+def _set_threads(world: World) -> None:
+    """Collective: without OMP_NUM_THREADS, which srun and mpirun do not set, use this rank's cores. A single process
+    without a quota keeps PyTorch's number."""
+    cores = world.count_cores()
+    shared = world.world_size > 1 or cores < len(os.sched_getaffinity(0))
+    if "OMP_NUM_THREADS" not in os.environ and shared:
+        torch.set_num_threads(max(1, int(cores)))
 
 
 # ---- start

@@ -4,15 +4,17 @@ ranks.py starts and ends the ranks. Everything here works with one process and n
 """
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from utils.errors import ConfigError, ExpectedError
+from utils.quotas import cpu_quota
 
 T = TypeVar("T")
 
@@ -70,18 +72,19 @@ class World:
             raise error
         return result
 
-    def main_first(self, action: Callable[[], T]) -> T:
-        """Collective: run `action` on the main process, then on the others."""
-        result = self.main_only(action)
-        return action() if result is None else result
+    def count_cores(self) -> float:
+        """Collective: return this rank's number of cores: its part of those it may use, and of its node's CPU quota."""
+        places = self.all_gather((socket.gethostname(), sorted(os.sched_getaffinity(0))))
+        node, cores = places[self.rank]
+        sharing, on_node = places.count((node, cores)), [host for host, _ in places].count(node)
+        return min(len(cores) / sharing, cpu_quota() / on_node)
 
-    def average_buffers(self, model: nn.Module) -> None:
-        """Collective: average every floating-point buffer (BatchNorm's statistics) over the ranks, in place."""
-        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        if self.world_size > 1 and buffers:
-            flat = self.all_reduce(torch.cat([buffer.flatten() for buffer in buffers])) / self.world_size
-            for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-                buffer.copy_(mean.view_as(buffer))
+    def average(self, tensors: list[Tensor]) -> None:
+        """Collective: average the tensors over the ranks, in place."""
+        if self.world_size > 1 and tensors:
+            flat = self.all_reduce(torch.cat([tensor.flatten() for tensor in tensors])) / self.world_size
+            for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:
@@ -107,11 +110,6 @@ class GlobalBatch:
     world_size: int
     accumulation: int
     micro_batch_size: int
-
-    @property
-    def rank_batch_size(self) -> int:
-        """Images per rank and optimizer step."""
-        return self.accumulation * self.micro_batch_size
 
     def __str__(self) -> str:
         parts = f"{self.world_size} rank(s) x {self.accumulation} accumulated x {self.micro_batch_size} images"

@@ -148,7 +148,7 @@ class Run:
             return metrics
         learner = self.learner
         accumulation = learner.plan.global_batch.accumulation
-        first_bad = min(self.world.all_gather(learner.sums.finite_batches())) // accumulation
+        first_bad = min(self.world.all_gather(learner.sums.finite_micro_batches())) // accumulation
         raise ExpectedError(
             f"the loss stopped being a finite number in epoch {self.epoch + 1}, iteration {first_bad}, "
             f"learning rate {learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n"

@@ -6,7 +6,7 @@ The Trainer and the benches of a step build a `Learner`, the evaluation of a che
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from utils.training.optimizers.build import build_optimizer, load_optimizer, set
 from utils.training.optimizers.schedule import Schedule
 from utils.training.plan import Plan
 from utils.training.precision import LossScaler, Weights
-from utils.training.step import CompileTimer, GraphedUpdate, Update, compile_for_shapes, on_capture_stream
+from utils.training.step import GraphedUpdate, Update, compile_for_shapes, on_capture_stream
 
 SomeConfig = TypeVar("SomeConfig", bound=TrainingConfig)
 # parameters of glibc's mallopt (malloc.h): M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD
@@ -93,7 +93,7 @@ class Classifier:
         augmentation. AMP: computed in the precision of training."""
         forward = self.compiled_forward if len(images) == self.compiled_size else self.plan.precision.forward
         outputs = [forward(self.validated, view) for view in views(images, self.config.test_time_views)]
-        return reduce(torch.add, outputs) / len(outputs) if len(outputs) > 1 else outputs[0]
+        return reduce(torch.add, outputs) / len(outputs)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.named_buffers()
@@ -124,14 +124,11 @@ def views(images: Tensor, number: int) -> Iterator[Tensor]:
 
 
 class Learner(Classifier):
-    """A network and everything that trains it. `steps` counts the optimizer steps so far.
-
-    Building it is collective; `wrap` distributes the network over the ranks. Updates are compiled and captured, when
-    first called, within `compile_timer()`."""
+    """A network and everything that trains it. `steps` counts the optimizer steps so far. Building it is collective."""
 
     def __init__(
         self, config: SomeConfig, plan: Plan, build_model: Callable[[SomeConfig], nn.Module], world: World,
-        steps_per_epoch: int, *, wrap: Callable[..., nn.Module] = distribute, compile_timer: CompileTimer = nullcontext,
+        steps_per_epoch: int,
     ) -> None:  # fmt: skip
         super().__init__(config, plan, build_model, world)
         seeds.seed_random_state(seeds.seed_of(config.seed, world.rank, step=0))
@@ -144,8 +141,10 @@ class Learner(Classifier):
         self.schedule, self.steps = Schedule(config, steps_per_epoch), 0
         self.sums = MetricSums(world.device)
         with on_capture_stream(world.device, graphed=plan.graphed):
-            distributed = wrap(config, self.model, world)
-        update = Update(self, distributed, compile_timer)
+            distributed = distribute(config, self.model, world)
+        # replaced by the Trainer's clock; updates are compiled and captured, when first called, within it
+        self.compile_timer: Callable[[], AbstractContextManager[None]] = nullcontext
+        update = Update(self, distributed)
         if plan.compiled:
             update.compile()
         self.update = GraphedUpdate(update, world.device) if plan.graphed else update
@@ -160,9 +159,7 @@ class Learner(Classifier):
 
     def average_buffers(self, world: World) -> None:
         """Collective. DDP: set each rank's BatchNorm statistics to the mean over all ranks."""
-        world.average_buffers(self.model)
-        if self.ema is not None:
-            world.average_buffers(self.ema.network)
+        world.average([buffer for _, buffer in self.named_buffers() if buffer.is_floating_point()])
 
     @property
     def learning_rate(self) -> float:

@@ -5,7 +5,7 @@ Eager, compiled (`enable_compile`) or captured as a CUDA graph (`enable_cuda_gra
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,6 @@ from utils.training.plan import GRAPH_WARMUP_STEPS
 
 if TYPE_CHECKING:
     from utils.training.learner import Learner
-
-CompileTimer = Callable[[], AbstractContextManager[None]]
 
 
 def compile_for_shapes(function: Any, number: int) -> Any:
@@ -45,10 +43,10 @@ class Update:
     """zero_grad, forward, loss, backward over the micro-batches, optimizer step, on this rank's part of a global batch.
     Adds loss and correct predictions to the learner's sums. `distributed`: the network as `distribute` returns it."""
 
-    def __init__(self, learner: "Learner", distributed: nn.Module, compile_timer: CompileTimer) -> None:
+    def __init__(self, learner: "Learner", distributed: nn.Module) -> None:
         # no second reference: a captured graph must be freed with the learner, before NCCL ends, which waits for it
         self.learner: Learner = weakref.proxy(learner)
-        self.distributed, self.compile_timer, self.precision = distributed, compile_timer, learner.plan.precision
+        self.distributed, self.precision = distributed, learner.plan.precision
         self.criterion, self.accumulation = learner.criterion, learner.plan.global_batch.accumulation
         self.statistics = RunningStatistics(distributed) if self.accumulation > 1 else None
         self.loss_of, self.compiled_shapes = self._loss_of, set[torch.Size]()
@@ -105,7 +103,7 @@ class Update:
         if not self.learner.plan.compiled or shape in self.compiled_shapes:
             return nullcontext()
         self.compiled_shapes.add(shape)
-        return self.compile_timer()
+        return self.learner.compile_timer()
 
     def _reduce_gradients(self, last: bool) -> AbstractContextManager[None]:
         """DDP: average gradients over the ranks once per step, with the last micro-batch."""
@@ -145,7 +143,7 @@ class GraphedUpdate:
             # thread_local: NCCL's watchdog and the loader's pin-memory thread may use CUDA meanwhile
             stream = side_stream(self.device, "capture")
             graph = torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local")
-            with self.update.compile_timer(), graph:
+            with self.update.learner.compile_timer(), graph:
                 self.update(self.images, self.labels)
         with mark("graph replay"):
             self.images.copy_(images)

@@ -180,12 +180,13 @@ def test_prefetched_batches_are_the_same(tiny, gpu):
         assert torch.equal(images, seen) and torch.equal(labels, seen_labels)
 
 
-def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path):
+def test_a_graph_with_ddp_over_nccl(tiny, gpu, tmp_path, monkeypatch):
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         config = on_gpu(tiny, enable_amp=True, enable_cuda_graphs=True)
         reference = Trainer(on_gpu(tiny, enable_amp=True), gpu)
-        training = build_measured(config, gpu, wrap=wrap_in_ddp)
+        monkeypatch.setattr("utils.training.learner.distribute", wrap_in_ddp)
+        training = build_measured(config, gpu)
         assert isinstance(training.update, GraphedUpdate)
         reference.loaders.train.set_epoch(0)
         images, labels = next(iter(reference.loaders.train))

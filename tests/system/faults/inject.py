@@ -122,7 +122,8 @@ def build_tiny(config, world):
 def random_batches(learner, world):
     """Yield batches of this rank forever: random images [N, 3, SIDE, SIDE] with random labels."""
     generator = torch.Generator().manual_seed(world.rank)
-    shape = (learner.plan.global_batch.rank_batch_size, 3, SIDE, SIDE)
+    batch = learner.plan.global_batch
+    shape = (batch.accumulation * batch.micro_batch_size, 3, SIDE, SIDE)
     while True:
         labels = torch.randint(learner.config.num_classes, shape[:1], generator=generator)
         yield torch.rand(shape, generator=generator).to(world.device), labels.to(world.device)

@@ -16,7 +16,7 @@ class MetricSums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # loss, correct predictions, images, batches before the first non-finite loss
+        # loss, correct predictions, images, micro-batches before the first non-finite loss
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         self.logged = [0.0] * 4  # totals over all ranks at the last log point
 
@@ -25,15 +25,15 @@ class MetricSums:
         self.sums.zero_()
         self.logged = [0.0] * 4
 
-    def load(self, sums: Tensor, logged: list[float], batches: int) -> None:
-        """Restore saved sums [4] and the totals of the last log point. All `batches` so far had a finite loss, as
+    def load(self, sums: Tensor, logged: list[float], micro_batches: int) -> None:
+        """Restore saved sums [4] and the totals of the last log point. All `micro_batches` so far had a finite loss, as
         checkpoints are saved only then."""
         self.sums.copy_(sums)
-        self.sums[3], self.logged = batches, logged
+        self.sums[3], self.logged = micro_batches, logged
 
     def add(self, mean_loss: Tensor, outputs: Tensor, labels: Tensor) -> None:
-        """Add one batch: its mean loss (scalar), outputs [N, classes] and labels [N], or mixed targets [N, classes],
-        whose largest class counts as the label."""
+        """Add one micro-batch: its mean loss (scalar), outputs [N, classes] and labels [N], or mixed targets
+        [N, classes], whose largest class counts as the label."""
         num_images = labels.shape[0]
         if not num_images:  # a validation batch without readable files: its mean loss is NaN
             return
@@ -54,8 +54,8 @@ class MetricSums:
         before, self.logged = self.logged, world.all_reduce(self.sums.clone()).tolist()
         return _average(self.logged, before)
 
-    def finite_batches(self) -> int:
-        """Return this rank's number of batches before the first non-finite loss; waits for the device."""
+    def finite_micro_batches(self) -> int:
+        """Return this rank's number of micro-batches before the first non-finite loss; waits for the device."""
         return int(self.sums[3].item())
 
 
