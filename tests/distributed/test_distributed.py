@@ -217,6 +217,7 @@ def straight(tmp_path_factory):
 def test_epoch_metrics_of_two_ranks_equal_accumulation(straight):
     """With BatchNorm in train mode: both see the same micro-batches, so weights and their average are bitwise equal."""
     accumulated, ranks = straight[1].values()
+    assert [read_records(straight[0] / name, "start")[0]["world_size"] for name in ("1", "2")] == [1, 2]
     assert len(ranks) == 2
     for here, there in zip(ranks, accumulated, strict=True):
         for key in ("loss/train", "acc1/train", "learning_rate"):

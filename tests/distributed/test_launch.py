@@ -44,6 +44,7 @@ OTHER_STEP = Launch(5, 6, 1, 2, "gpu9", 24343, "1001.2")
 
 @pytest.mark.parametrize(("environment", "expected"), [
     ({}, Launch()),
+    (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, Launch(local_rank=1)),
     (TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
     (SRUN, STEP),
     (SRUN | {"SLURM_STEP_NODELIST": "gpu9"}, OTHER_STEP),  # a part of the job
@@ -89,7 +90,7 @@ def test_nodes_and_tasks_in_slurms_notation_and_names_of_ranks():
 def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", 1) == torch.device("cuda", 1)
+    assert (choose_device("auto", 1), choose_device("cpu", 1)) == (torch.device("cuda", 1), torch.device("cpu"))
     with pytest.raises(ConfigError, match="rank 2 of this node has no GPU: 2 here; start one process per GPU"):
         choose_device("auto", 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -184,7 +184,6 @@ def serve_store():
 
 ALONE, AGENT = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
-
 NO_ANSWER = r"error: rank 0: no answer from rank {} \(process \d+ on \S+\): killed or stopped, or its node or .*"
 LOST_0 = r"error: rank [12]: lost contact with rank 0( \(process \d+ on \S+\))?, or the store at 127.0.0.1:\d+: .*"
 COLLECTIVE = r"error: rank \d: a collective has not ended within {} s \(rank_timeout_seconds\): {}, or the netw.*"

@@ -14,7 +14,7 @@ from tests.conftest import POLLS, ROOT, interrupt, read_records, run
 from tools import runs
 from tools.runs import read_lines
 from train import Trainer
-from utils.run.clock import ACTIVITIES, LOOP, Clock
+from utils.run.clock import ACTIVITIES, LOOP, WORK, Clock
 
 
 @pytest.fixture
@@ -35,10 +35,11 @@ def test_all_time_belongs_to_one_activity(now):
         with clock.during("checkpoint"):
             now.seconds += 40
         now.seconds += 80
-    now.seconds += 160
-    spent = {"start": 6, "train": 170, "validation": 100, "checkpoint": 40}
+    with clock.during("compile"):
+        now.seconds += 160
+    spent = {"start": 6, "train": 10, "compile": 160, "validation": 100, "checkpoint": 40}
     assert clock.by_activity() == dict.fromkeys(ACTIVITIES, 0) | spent
-    assert clock.seconds(*LOOP) == 170 and clock.seconds(*ACTIVITIES) == 316
+    assert [clock.seconds(*names) for names in (LOOP, WORK, ACTIVITIES)] == [170, 310, 316]
 
 
 def test_steps_up_to_the_last_of_an_earlier_start_are_replays(now):
@@ -133,7 +134,7 @@ def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
         trainer.train()
     metrics = tmp_path / "run/metrics.jsonl"
     *kept, stop = metrics.read_text().splitlines()
-    assert json.loads(stop)["kind"] == "stop" and json.loads(stop)["status"] == 130
+    assert [json.loads(stop)[key] for key in ("kind", "status", "step")] == ["stop", 130, 8]
     metrics.write_text("\n".join([*kept, ""]))  # a killed start writes no "stop"
     first, before = runs.find_ledger(read_lines(metrics)[0])
     time.sleep(0.5)  # stopped
@@ -144,3 +145,4 @@ def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     assert (first, second) == (1, 2) and seconds["stopped"] >= 0.49
     assert sum(before.values()) + 0.49 <= sum(seconds.values()) <= time.time() - began
     assert seconds["replay"] > 0 == before["replay"]
+    assert [row["step"] for row in read_records(tmp_path / "run", "lost")] == [8]

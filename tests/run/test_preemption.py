@@ -19,7 +19,6 @@ from utils.run.preemption import ONE_KEYSTROKE, SIGNALS, StopRequests
 
 @pytest.fixture
 def set_clock(monkeypatch):
-
     def set_to(seconds):
         monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=lambda: seconds))
 

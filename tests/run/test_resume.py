@@ -119,6 +119,7 @@ def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):
     assert read_records(tmp_path, "step")[-1]["step"] == 7
     run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
+    assert not read_records(tmp_path, "lost")  # the record of the stop has its time
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS[:-1])],

@@ -46,8 +46,7 @@ def test_a_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys, monkeypa
     config = tiny("bs2048-warmup-opt", batch_size=32, **schedule)  # 4 steps an epoch, the first epoch a warm-up
     assert train.main(Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=True)) == 0
     said = capsys.readouterr().out
-    for words in ("78,042 parameters", "128 in 4 steps per epoch", "activations 8.00 GB"):
-        assert words in said
+    assert all(words in said for words in ("78,042 parameters", "128 in 4 steps per epoch", "activations 8.00 GB"))
     rates = said.partition("learning rate    schedule [2]\n")[2].splitlines()
     corners = [(int(line.split()[1]), float(line.split()[2])) for line in rates]
     assert corners == [(0, 0.4), (3, 0.4), (4, 0.4), (7, 0.4), (8, 0.04), (11, 0.04)]

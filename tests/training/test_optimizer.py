@@ -23,7 +23,7 @@ FOUR = {"lr_schedule": "linear", "lr_warmup_epochs": 16, "max_epochs": 4}
 
 
 @pytest.mark.parametrize(("keys", "expected"), [
-    ({"lr_schedule": "constant", "lr_warmup_epochs": 2, "max_epochs": 3}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+    ({"lr_schedule": "constant", "lr_warmup_epochs": 1.8, "max_epochs": 3}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
     (FOUR, [step / 32 for step in range(1, 9)]),  # the run ends within the warm-up
     ({"lr_schedule": (1, 2), "max_epochs": 3}, [1, 1, 0.2, 0.2, 0.04, 0.04]),
 ])  # fmt: skip

@@ -84,10 +84,8 @@ def test_enable_tf32_sets_the_backends(tiny, enabled):
     config = tiny(enable_tf32=enabled)
     prepare_backends(config, plan_on(config))
     assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == enabled
-    formats = [
-        choose_precision(tiny(enable_tf32=enabled, opt_level=level), CUDA).number_format for level in ("O0", "O1")
-    ]
-    assert formats == ["tf32" if enabled else "float32", "fp16"]
+    for level, expected in (("O0", "tf32" if enabled else "float32"), ("O1", "fp16")):
+        assert choose_precision(tiny(enable_tf32=enabled, opt_level=level), CUDA).number_format == expected
     assert plan_on(config).notes == (("enable_tf32: no effect on a CPU",) if enabled else ())
     prepare_backends(tiny(), plan_on(tiny()))
 

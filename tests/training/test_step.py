@@ -210,8 +210,7 @@ def test_gradients_are_averaged_once_per_step(tiny, one_rank, monkeypatch):
 
 
 def test_a_graph_is_captured_after_11_steps_of_each_image_size_and_replays_on_the_batch(monkeypatch):
-    """With a mocked torch.cuda: the update runs for the first steps and the capture, then the graph."""
-    update, cuda, replayed = MagicMock(), MagicMock(), []
+    update, cuda, replayed = MagicMock(), MagicMock(), []  # a graph replays without the update
     monkeypatch.setattr(torch, "cuda", cuda)
     graphed = GraphedUpdate(update, torch.device("meta"))
     cuda.CUDAGraph.return_value.replay = lambda: replayed.append(graphed.images.mean() + graphed.labels.mean())

@@ -81,9 +81,8 @@ def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, o
     assert {*os.listdir(tmp_path / "checkpoints")} == {"best.pt", "step-000000004.pt", "step-000000008.pt"}
     assert json.loads((tmp_path / "environment.json").read_text())["torch"] == str(torch.__version__)
     log = (tmp_path / "train.log").read_text()
-    assert "Starting Training Loop..." in log
-    assert "Epoch: 1, Iteration: 0, Avg img/sec: " in log
-    assert "Time taken for epoch 2 is " in log
+    for words in ("Starting Training Loop...", "Epoch: 1, Iteration: 0, Avg img/sec: ", "Time taken for epoch 2 is "):
+        assert words in log
 
 
 def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, one_rank, folder):
@@ -92,8 +91,7 @@ def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, o
     assert f"Already finished: best acc1 {100 * again.run.best['acc1']:.2f} %" in (folder / "train.log").read_text()
     assert before == {name: (folder / name).read_bytes() for name in before}
     (end,), rows = read_records(folder, "end"), read_records(folder, "epoch")
-    expected = [max(row["acc1/valid"] for row in rows), rows[-1]["acc1/valid"], rows[-1]["loss/valid"]]
-    assert [end[name] for name in ("best_acc1", "last_acc1", "last_loss")] == expected
+    assert [end["last_acc1"], end["last_loss"]] == [rows[-1]["acc1/valid"], rows[-1]["loss/valid"]]
     arguments, when_saved = Arguments(tiny(max_epochs=3), "tiny", folder, "auto", dry_run=False), Mock()
     assert train_module.main(arguments, when_saved) == 0 and when_saved.called
     (folder / "checkpoints/best.pt").unlink()
@@ -190,9 +188,10 @@ def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, one_rank, tm
 
 
 def test_non_finite_outputs_in_validation_only_end_the_run_without_a_best(tiny, one_rank, tmp_path):
-    """As from broken BatchNorm statistics, which training does not read."""
+    """Of one batch, as from broken BatchNorm statistics, which training does not read."""
     trainer = Trainer(tiny(stop_at_accuracy=0.01), one_rank, tmp_path)
-    trainer.learner.model.bn1.running_mean.fill_(math.nan)
+    fc, passes = trainer.learner.model.fc, iter(range(100))
+    fc.register_forward_hook(lambda _, images, outputs: outputs if fc.training or next(passes) else outputs * math.nan)
     with pytest.raises(ExpectedError, match="outputs for some images are not finite"):
         trainer.train()
     assert not (tmp_path / "checkpoints/best.pt").exists() and read_records(tmp_path, "epoch") == []

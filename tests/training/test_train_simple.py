@@ -43,9 +43,17 @@ def test_on_the_same_batches_its_weights_equal_those_of_train_py(tiny, one_rank,
 
 def test_its_settings_equal_those_of_the_block(monkeypatch):
     block = load_config(CIFAR100, "bs128")
-    monkeypatch.setattr(train_simple, "CIFAR100", lambda path, train, transform, download: FakeData(300, (3, 32, 32)))
+    monkeypatch.setattr(
+        train_simple,
+        "CIFAR100",
+        lambda path, train, transform, download: FakeData(300, (3, 32, 32), transform=transform),
+    )
     train, valid = (train_simple.build_loader("", training) for training in (True, False))
     assert [len(train), len(valid)] == [2, 3]  # a partial last batch is only validated
+    assert [type(loader.sampler).__name__ for loader in (train, valid)] == ["RandomSampler", "SequentialSampler"]
+    (crop, flip, turn, *plain), validated = (loader.dataset.transform.transforms for loader in (train, valid))
+    assert (crop.padding, flip.p, turn.degrees[1]) == (block.rnd_crop_padding, 0.5, block.rnd_rotation_angle)
+    assert [*map(str, plain)] == [*map(str, validated)]
     assert (train.batch_size, valid.batch_size) == (block.batch_size, block.valid_batch_size_per_gpu)
     assert pytest.approx(block.cifar100_mean) == train_simple.MEAN
     assert pytest.approx(block.cifar100_std) == train_simple.STD
