@@ -116,8 +116,8 @@ class Trainer:
         for loader in self.loaders.every():
             loader.normalise.set_statistics(run.data["mean"], run.data["std"])  # the checkpoint's, if there is one
         with self.requests.listen(), lock, run.log.open() as log:
-            will_train = not run.finished
-            self.world.main_only(lambda: self._log_start(will_train=will_train))
+            finished_before = run.finished
+            self.world.main_only(self._log_start)
             self._report_unreadable()  # a loader may have decoded all images by now
             clock.switch("train")
             while not run.finished:
@@ -130,22 +130,22 @@ class Trainer:
                 self._finish_epoch(train_metrics, valid_metrics, confusion)
             if self.config.log_to_tensorboard:
                 log.say(f"Show the curves with: tensorboard --logdir {shlex.quote(str(run.folder.parent))}")
-            log.say(run.summarise(not will_train))
+            log.say(run.summarise(finished_before))
 
-    def _log_start(self, *, will_train: bool) -> None:
+    def _log_start(self) -> None:
         """Describe this launch in the log, the run folder and TensorBoard. Launching a finished run trains nothing, so
         the description of the run stays as it is."""
         config, run, log, world = self.config, self.run, self.run.log, self.world
         environment = describe_environment(world.device, world.world_size)
         environment["plan"] = self.learner.plan.describe()
         environment["own_code"] = user_file_digests(config.model, config.dataset, config.optimizer)
-        if will_train:
+        if not run.finished:
             write_description(run.folder, config, run.name, environment)
             position = {"epoch": run.epoch, "batch": run.batch, "step": self.learner.steps}
             log.log_start(config, run.name, environment, run.resumed_from, **position)
         log.say(f"{config.model} on {environment['device']}, torch {torch.__version__}, {self.learner.plan.precision}")
         log.say(f"{self.learner.plan}; writes to {run.folder}")
-        if will_train:
+        if not run.finished:
             log.say("Starting Training Loop...")
 
     def train_one_epoch(self) -> None:
@@ -215,17 +215,19 @@ class Trainer:
             if self.loaders.test is not None and run.is_finished_with(run.epoch + 1, best):
                 test = self._evaluate("test", self.loaders.test)
             learner.schedule.observe(valid["loss"], learner.steps)
-            if not run.is_complete(valid):
-                run.log.say(f"Only {valid['images']:.0f} images were validated: such an epoch is never the best one")
         is_best = best is not run.best  # the same object: no new best
         run.epoch, run.batch, run.best = run.epoch + 1, 0, best
         learner.sums.reset()
         values = {
-            "loss/train": train["loss"], "acc1/train": train["acc1"],
+            "loss/train": train["loss"],
+            "acc1/train": train["acc1"],
             **{f"{name}/valid": value for name, value in valid.items()},
-            "learning_rate": learner.learning_rate, "images_per_sec": run.clock.images_per_sec(),
-            "epoch_seconds": run.seconds - run.epoch_began, "seconds": run.seconds, **learner.loss_scaler.metrics(),
-        }  # fmt: skip
+            "learning_rate": learner.learning_rate,
+            "images_per_sec": run.clock.images_per_sec(),
+            "epoch_seconds": run.seconds - run.epoch_began,
+            "seconds": run.seconds,
+            **learner.loss_scaler.metrics(),
+        }
         left = run.time_left()
         self.world.main_only(lambda: run.log.log_epoch(run.epoch, learner.steps, values, left))
         self._report_unreadable()

@@ -144,10 +144,10 @@ def test_another_model_batch_or_order_is_refused_with_what_differs(tiny):
     """A setting that the saved run did not have yet differs from none."""
     saved = tiny().model_dump(mode="json")
     del saved["holdout_images"]
-    assert check_settings(Path("file"), saved, tiny(), automatic=True) == []
+    assert check_settings(Path("file"), saved, tiny(), must_equal=True) == []
     named = "seed 0 -> 5, batch_size 32 -> 16, model 'resnet8' -> 'resnet20'"
     with pytest.raises(CheckpointError, match=f"does not fit this configuration: {named}\n"):
-        check_settings(Path("file"), saved, tiny(model="resnet20", batch_size=16, seed=5), automatic=False)
+        check_settings(Path("file"), saved, tiny(model="resnet20", batch_size=16, seed=5), must_equal=False)
 
 
 def test_other_tensors_are_refused_by_name(tiny, one_rank, folder):

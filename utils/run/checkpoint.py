@@ -146,16 +146,16 @@ def newest_good(named: Path) -> tuple[Path | None, dict[str, Any] | None, list[s
 # ---- whether a checkpoint fits
 
 
-def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, automatic: bool) -> list[str]:
+def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, must_equal: bool) -> list[str]:
     """Return "KEY OLD -> NEW" of each setting that has changed since the checkpoint `path` was written.
 
-    Raises `CheckpointError` if one changed that is fixed on resume. `automatic`: the user has not named what to resume;
-    raises `ConfigError` if any training setting changed."""
+    Raises `CheckpointError` if one changed that is fixed on resume. `must_equal`: the user has not named what to
+    resume; raises `ConfigError` if any training setting changed."""
     saved = type(config)().model_dump(mode="json") | dict(saved)  # with the defaults of settings added since
     changes = changed(saved, config.model_dump(mode="json"))
     fixed = [text for key, text in changes.items() if key in config.keys_with(KeyFlag.FIXED_ON_RESUME)]
     training = [text for key, text in changes.items() if key not in config.keys_with(KeyFlag.FREE_ON_RESUME)]
-    if training and automatic:
+    if training and must_equal:
         folder = path.parent.parent
         resume = f"--resume {shlex.quote(str(folder))} to continue from its last checkpoint with the new values; or "
         raise ConfigError(

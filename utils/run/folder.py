@@ -113,7 +113,7 @@ def _find_source(run: Run, resume: str, *, must_equal: bool) -> Source | None:
 
 def _check_fit(run: Run, path: Path, state: State, *, must_equal: bool) -> None:
     """Raise an `ExpectedError` if the checkpoint `state` does not fit `run`; log what differs otherwise."""
-    for text in checkpoint.check_settings(path, state["config"], run.config, automatic=must_equal):
+    for text in checkpoint.check_settings(path, state["config"], run.config, must_equal=must_equal):
         run.log.say(f"Resuming with another {text}")
     computed = () if getattr(run.config, "dataset", "") == "cifar100" else ("mean", "std")  # saved ones stay
     if other := checkpoint.changed(state["data"], {key: run.data[key] for key in run.data if key not in computed}):

@@ -23,7 +23,7 @@ from utils.run.tensorboard import TensorBoardWriter
 from utils.run.trackers import Tracker
 from utils.training.metrics.confusion import worst_classes
 
-METRICS = "metrics.jsonl"
+LOG, METRICS = "train.log", "metrics.jsonl"
 REDRAW_SECONDS, BAR_WIDTH, CLEAR_LINE = 0.1, 30, "\x1b[K"
 
 
@@ -41,13 +41,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self.board: TensorBoardWriter | None = None
         self.has_bar = False
         self._loop, self._info, self._left, self._drawn = ("", 0), "", "", 0.0  # of the progress bar
-        self._files: list[TextIO] = []  # train.log and metrics.jsonl, while they are open
+        self._files: dict[str, TextIO] = {}  # by name, while they are open
 
     def open(self) -> "RunLogger":
         if self.enabled:
             with self._errors_named():
-                for name in ("train.log", METRICS):  # a file's name may have bytes that are no text
-                    self._files.append((self.folder / name).open("a", encoding="utf-8", errors="backslashreplace"))
+                for name in (LOG, METRICS):  # a file's name may have bytes that are no text
+                    self._files[name] = (self.folder / name).open("a", encoding="utf-8", errors="backslashreplace")
             # Open MPI gives each rank a pseudo-terminal, so a bar could flood a pipe or a file
             terminal = getattr(sys.stdout, "isatty", bool)() and OPEN_MPI.world_size not in os.environ
             self.has_bar = self.to_screen and terminal
@@ -82,13 +82,13 @@ class RunLogger(AbstractContextManager["RunLogger"]):
     def _log(self, message: str, level: str) -> str:
         """Write a line with time and level to train.log and return it."""
         line = f"{datetime.now():%Y-%m-%d %H:%M:%S,%f}"[:-3] + f" - {level} - {message}\n"
-        self._write(0, line)
+        self._write(LOG, line)
         return line
 
-    def _write(self, file: int, line: str) -> None:
+    def _write(self, name: str, line: str) -> None:
         with self._errors_named():
-            self._files[file].write(line)
-            self._files[file].flush()
+            self._files[name].write(line)
+            self._files[name].flush()
 
     def _errors_named(self) -> AbstractContextManager[None]:
         return name_file_in_error(self.folder, "the run's log cannot be written")
@@ -146,14 +146,14 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         """Sync metrics.jsonl to the disk, so that a checkpoint written next is never newer than its records."""
         if self._files:
             with self._errors_named():
-                os.fsync(self._files[1].fileno())
+                os.fsync(self._files[METRICS].fileno())
 
     def _record(self, kind: str, **values: Any) -> None:
         """Write a record to metrics.jsonl, TensorBoard and the trackers."""
         seconds = {name: round(spent, 3) for name, spent in self.clock.by_activity().items()}  # of this start
         record = {"kind": kind, **values, "clock_seconds": seconds}
         if self._files:
-            self._write(1, strict_json(record) + "\n")
+            self._write(METRICS, strict_json(record) + "\n")
         self.show(lambda board: board.record(record))
         for tracker in self.trackers:
             tracker.record(record)
@@ -171,10 +171,10 @@ class RunLogger(AbstractContextManager["RunLogger"]):
                 self._log_error(error)
         for tracker in self.trackers:
             tracker.close(failed=error is not None)
-        for close in [file.close for file in self._files] + ([self.board.close] if self.board else []):
+        for close in [file.close for file in self._files.values()] + ([self.board.close] if self.board else []):
             with suppress(OSError):
                 close()
-        self._files, self.board = [], None
+        self._files, self.board = {}, None
 
     def _log_error(self, error: BaseException) -> None:
         """Write to train.log only, as main() prints the error: how the run ended, with a traceback if unexpected."""

@@ -27,8 +27,8 @@ def capture(folder: Path | None, cuda: bool, say: Callable[[str], None]) -> Iter
     `folder`/profile (None: none) and its summary to `say`."""
     from utils.training.step import mark  # here, since tools.timeline --help needs no torch
 
-    records = folder is not None and "NSYS_PROFILING_SESSION_ID" not in os.environ
-    with _record(folder / "profile", cuda, say) if folder and records else nullcontext(), mark("PROFILE"):
+    under_nsys = "NSYS_PROFILING_SESSION_ID" in os.environ
+    with _record(folder / "profile", cuda, say) if folder and not under_nsys else nullcontext(), mark("PROFILE"):
         yield
 
 

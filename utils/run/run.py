@@ -54,16 +54,18 @@ class Run:
         target = self.config.stop_at_accuracy
         return epochs >= self.config.max_epochs or (target is not None and best["acc1"] >= target)
 
-    def is_complete(self, valid: Mapping[str, float]) -> bool:
-        """Whether the validation with the results `valid` has seen nearly all images, and no fewer than the best's."""
-        return valid["images"] >= max(COMPLETE * self.measures["images"], self.best["images"])
-
     def best_with(self, valid: Mapping[str, float]) -> dict[str, Any]:
-        """Return the best validation if the epoch that ends has the results `valid`, {} without validation."""
-        if not valid or not self.is_complete(valid) or valid["acc1"] <= self.best["acc1"]:
+        """Return the best validation if the epoch that ends has the results `valid`, {} without validation. One that
+        has missed many images, or more than the best one so far, is never the best."""
+        if not valid:
             return self.best
-        found = {"acc1": valid["acc1"], "images": valid["images"]}
-        return {**found, "epoch": self.epoch + 1, "measures": self.measures}
+        if valid["images"] < max(COMPLETE * self.measures["images"], self.best["images"]):
+            self.log.say(f"Only {valid['images']:.0f} images were validated: such an epoch is never the best one")
+            return self.best
+        if valid["acc1"] <= self.best["acc1"]:
+            return self.best
+        accuracy, images = valid["acc1"], valid["images"]
+        return {"acc1": accuracy, "images": images, "epoch": self.epoch + 1, "measures": self.measures}
 
     def time_left(self) -> float | None:
         position = self.epoch + self.batch / self.data["steps_per_epoch"]

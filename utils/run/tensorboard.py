@@ -134,7 +134,8 @@ def draw_matrix(counts: Tensor) -> Tensor:
     """Draw a confusion matrix [true, predicted] in grey, [H, W] in [0, 1]: white 0 %, black 100 % of the true class;
     the shade follows the square root of the fraction, so that rare confusions can be seen, too."""
     shades = 1 - (counts / counts.sum(1, keepdim=True).clamp(min=1)).sqrt()
-    return shades.repeat_interleave(scale := max(1, MATRIX_PIXELS // len(shades)), 0).repeat_interleave(scale, 1)
+    scale = max(1, MATRIX_PIXELS // len(shades))
+    return shades.repeat_interleave(scale, 0).repeat_interleave(scale, 1)
 
 
 def _hide_write_errors(raised: threading.ExceptHookArgs) -> None:

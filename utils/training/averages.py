@@ -10,7 +10,7 @@ from utils.errors import ConfigError
 from utils.training.config import RecipeConfig
 from utils.user_code import user_code_errors
 
-STATISTICS = ("running_mean", "running_var")
+BATCH_NORM = ("running_mean", "running_var")
 
 
 class Ema:
@@ -73,7 +73,7 @@ class RunningStatistics:
         shared = {id(owner[name]): (owner, name) for owner, name in buffer_places(model)}  # a shared tensor counts once
         for owner, name in [place for place in shared.values() if place[0][place[1]] is not None]:
             kind = "others" if cast(Tensor, owner[name]).is_floating_point() else "counters"
-            self.places.setdefault("statistics" if name in STATISTICS else kind, []).append((owner, name))
+            self.places.setdefault("statistics" if name in BATCH_NORM else kind, []).append((owner, name))
         empty = [{kind: list(map(torch.empty_like, now)) for kind, now in self._find().items()} for _ in range(2)]
         self.before, self.means = empty
 
@@ -96,12 +96,17 @@ class RunningStatistics:
                 if owner[name] is not buffer:  # a new tensor was assigned
                     buffer.copy_(owner[name])
                     owner[name] = buffer
-            if kind == "statistics":
-                (torch._foreach_add_ if self.collected > 1 else torch._foreach_copy_)(means, buffers)
-                if last:
-                    torch._foreach_div_(means, self.collected)
-            for mean, buffer in zip(means, buffers, strict=True) if kind == "others" else ():
-                mixed = torch.where(mean == buffer, mean, mean.lerp(buffer, 1 / self.collected))
-                mean.copy_(mixed if self.collected > 1 else buffer)  # the first may replace -inf
-            if kind != "counters" or not last:
-                torch._foreach_copy_(buffers, means if last else self.before[kind])
+            if kind == "counters":
+                if not last:
+                    torch._foreach_copy_(buffers, self.before[kind])
+                continue
+            if self.collected == 1:
+                torch._foreach_copy_(means, buffers)
+            elif kind == "statistics":
+                torch._foreach_add_(means, buffers)
+            else:  # equal numbers stay to the bit, and between two of -inf there is no number
+                for mean, buffer in zip(means, buffers, strict=True):
+                    mean.copy_(torch.where(mean == buffer, mean, mean.lerp(buffer, 1 / self.collected)))
+            if kind == "statistics" and last:
+                torch._foreach_div_(means, self.collected)
+            torch._foreach_copy_(buffers, means if last else self.before[kind])

@@ -105,7 +105,8 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     if config.amp_dtype == "fp16" and level != "O0" and device.type != "cuda":
         raise ConfigError(f"amp_dtype fp16 needs a CUDA device, this run is on {device.type}; use bf16 or auto")
     is_auto = level == "O1" and config.opt_level is None and "auto" in (config.enable_amp, config.amp_dtype)
-    fp16, remark = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda"), ""
+    fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
+    remark = ""
     if is_auto and not fp16 and not (has_bf16_kernels() if device.type == "cpu" else gpu_has_bf16()):
         this, level = "processor" if device.type == "cpu" else "GPU", "O0"
         remark = f": enable_amp has no effect, this {this} has no bf16 kernels; amp_dtype=bf16 with true forces it"
@@ -116,10 +117,10 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     if level == "O3" and scale is not None:
         why = "PyTorch does not unscale gradients in half precision; use opt_level O2 or loss_scale null"
         raise ConfigError(f"loss_scale {scale} with opt_level O3: {why}")
-    half, float32_norms = torch.float16 if fp16 else torch.bfloat16, config.keep_batchnorm_fp32
+    half = torch.float16 if fp16 else torch.bfloat16
     return Precision(
         device.type, level, dtype=torch.float32 if level == "O0" else half, loss_scale=scale, remark=remark,
-        keep_batchnorm_fp32=level != "O3" if float32_norms is None else float32_norms,
+        keep_batchnorm_fp32=level != "O3" if config.keep_batchnorm_fp32 is None else config.keep_batchnorm_fp32,
         tf32=config.enable_tf32 and level == "O0" and device.type == "cuda",
     )  # fmt: skip
 
@@ -138,12 +139,14 @@ def _choose_kernels(config: SpeedConfig, plan: Plan, device: torch.device, missi
     fast = on_cpu and config.enable_nhwc and not plan.compiled
     fuses = fast and float32_norms and not config.enable_sync_bn and config.parallel != "dataparallel"
     convolves = fast and (precision.level == "O0" or has_bf16_kernels())
-    rows = (
+    kernels = dict[str, bool]()
+    for name, asked, fits in (
         ("fuse_norm_relu", fuse, fuses),
         ("winograd", on_cpu and config.cpu_kernel("winograd"), convolves),
         ("weight_products", on_cpu and config.cpu_kernel("weight_products"), convolves),
-    )
-    kernels = {name: asked is True for name, asked, fits in rows if asked is True or (asked and fits)}
+    ):
+        if asked is True or (asked == "auto" and fits):
+            kernels[name] = asked is True  # demanded by the configuration
     if on_cpu and config.cpu_kernel("keep_memory") and hasattr(ctypes.CDLL(None), "mallopt"):
         kernels["keep_memory"] = False
     return kernels

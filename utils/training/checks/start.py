@@ -28,9 +28,9 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
         _try(learner, name, shape, training=True)
     for (owner, key, before), value in zip(buffers, values, strict=True):
         now, owner[key] = owner[key], before
-        shapes = [None if one is None else list(one.shape) for one in (before, now)]
-        if shapes[0] != shapes[1]:
-            why = f"is {shapes[0]} at first and {shapes[1]} after training; give it its final shape"
+        first_shape, last_shape = (None if buffer is None else list(buffer.shape) for buffer in (before, now))
+        if first_shape != last_shape:
+            why = f"is {first_shape} at first and {last_shape} after training; give it its final shape"
             raise ConfigError(f"model {name}: its buffer {key} {why}")
         if before is not None and now is not None and value is not None:
             if id(before) not in saved and not torch.allclose(now, value, rtol=0, atol=0, equal_nan=True):
