@@ -189,9 +189,6 @@ def test_all_options_of_ddp_give_the_same(tmp_path, one_process):
     assert first["small buckets"]["storages"] > 3
 
 
-# ---- whole runs
-
-
 def run_program(folder, changes, resume="auto"):
     torch.use_deterministic_algorithms(True)
     return train.main(Arguments(configuration(**changes), "test", folder, resume, dry_run=False))
@@ -292,9 +289,6 @@ def test_a_failure_on_one_rank_ends_both_and_is_printed_once(tmp_path, name):
     assert re.fullmatch(lines, found), found
     path, state, _ = newest_good(tmp_path / "run/checkpoints")
     assert path is not None and place.items() <= state.items()
-
-
-# ---- components
 
 
 def test_a_micro_batch_is_no_larger_than_the_ranks_share():

@@ -132,6 +132,7 @@ def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     interrupt(trainer, POLLS + 4, Mock(side_effect=KeyboardInterrupt))  # after step 8
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
+    assert re.search(r"step 2 .* left$", (tmp_path / "run/train.log").read_text(), re.M)  # a forecast within an epoch
     metrics = tmp_path / "run/metrics.jsonl"
     *kept, stop = metrics.read_text().splitlines()
     assert [json.loads(stop)[key] for key in ("kind", "status", "step")] == ["stop", 130, 8]

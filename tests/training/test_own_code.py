@@ -18,7 +18,7 @@ from train import Trainer
 from utils.config.command_line import Arguments
 from utils.data.build import build_loaders, find_dataset, open_dataset
 from utils.data.datasets.custom import load_own
-from utils.errors import CheckpointError, ConfigError, DataError
+from utils.errors import CheckpointError, ConfigError, DataError, explain
 from utils.training.checks.start import check_network
 
 CODE = """
@@ -108,14 +108,14 @@ def files(data_path):
 def no_data(data_path):
     return open(data_path / "nowhere.npy").read()
 
-class Counted(torch.optim.SGD):
+class Counted(torch.optim.RMSprop):
     def step(self, closure=None):
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
         return super().step(closure)
 
 def counted(params, lr, weight_decay, momentum):
-    return Counted(params, lr=lr, weight_decay=weight_decay, momentum=momentum)
+    return Counted([group | {"count": 0} for group in params], lr=lr, weight_decay=weight_decay, momentum=momentum)
 
 def no_optimizer(params, lr, weight_decay, momentum):
     return lr
@@ -225,6 +225,7 @@ def test_outputs_must_depend_on_all_parameters_with_several_ranks(tiny, one_rank
     learner.plan = replace(learner.plan, global_batch=batch)
     with pytest.raises(ConfigError, match=r"do not depend on 0\.extra\.weight; with several ranks, remove it"):
         check_network(learner, "of_mine:unused", (3, 32, 32), [2])
+    assert isinstance(explain(RuntimeError("parameters that were not used in producing loss")), ConfigError)  # of DDP
 
 
 def test_timms_networks_are_built_for_the_datasets_size(tiny, one_rank):
@@ -252,6 +253,9 @@ def test_own_and_timms_optimizers_train_and_resume(tiny, one_rank, tmp_path, nam
         assert one == two and one, kind
     if name == "of_mine:counted":
         assert [learner.optimizer.param_groups[0]["count"] for learner in learners] == [8, 4, 8]
+    other = Trainer(tiny(**values | {"weight_decay": 0.1}), one_rank).learner
+    other.load_state_dict(whole.state_dict())
+    assert [group["weight_decay"] for group in other.optimizer.param_groups] == [0.1, 0.0]
 
 
 @pytest.mark.parametrize("loader", ["torchvision", "device", "dali", "synthetic"])

@@ -240,8 +240,9 @@ def test_a_run_that_saves_nothing_says_so_when_it_is_stopped(tiny, one_rank, tmp
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), ExpectedError("no data")], ids=["bug", "expected"])
 def test_the_log_says_how_the_run_ended_with_a_traceback_of_a_bug(tmp_path, error):
     with pytest.raises(type(error)), RunLogger(tmp_path, enabled=True, to_screen=False) as log:
-        log.open()
+        log.open().trackers = [tracker := Mock()]
         raise error
+    tracker.close.assert_called_once_with(failed=True)
     written = (tmp_path / "train.log").read_text()
     assert f"ended by {type(error).__name__}: {error}\n" in written
     assert ("Traceback" in written) is isinstance(error, ZeroDivisionError)
