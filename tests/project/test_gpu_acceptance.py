@@ -12,7 +12,7 @@ case "$*" in
 *device_count*) echo 2; exit ;;
 *tools.doctor*--set=device=cuda*) step=doctor; cat verdict; echo 'fail  data  no data' >&2; status=1 ;;
 "-m pytest "*) step=pytest; cat tests; status=0 ;;
-*--set=device=cuda*) step=$3; status=0 ;;
+*" record "*--set=device=cuda* | *" ladder "*--baseline=/first.json*--set=device=cuda*) step=$3; status=0 ;;
 esac
 echo "$step" >>steps
 if [ "$step" = ladder ]; then sleep "$(cat ladder_seconds)"; fi
@@ -24,7 +24,7 @@ exit "$status"
 def test_an_interrupted_acceptance_continues_and_a_failed_step_is_named(tmp_path):
     make_command(tmp_path, "python", f"cd {tmp_path}{FAKE_PYTHON}")
     command = ["bash", str(ROOT / "deploy/gpu_acceptance.sh"), str(tmp_path / "out")]
-    environment = os.environ | {"PYTHON": str(tmp_path / "python"), "TESTS": "-m gpu_tests"}
+    environment = os.environ | {"PYTHON": f"{tmp_path}/python", "TESTS": "-m gpu_tests", "BASELINE": "/first.json"}
     ran = tmp_path / "steps"
 
     def run():

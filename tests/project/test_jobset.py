@@ -60,8 +60,11 @@ def test_numbers_of_nodes_and_gpus_agree():
 def test_exit_statuses_lead_to_the_documented_actions():
     """Kubernetes' message: Container NAME for pod POD failed with exit code N matching FailJob rule at index I"""
     saved, mistake = MANIFEST["spec"]["failurePolicy"]["rules"]
-    reported = [value for rule in JOB["podFailurePolicy"]["rules"] for value in rule["onExitCodes"]["values"]]
-    assert reported == [75, 2, 3, 4, 5]  # the statuses of utils/errors.py that say more than "failed"
+    reported = [dict(rule["onExitCodes"]) for rule in JOB["podFailurePolicy"]["rules"]]
+    assert [rule.pop("values") for rule in reported] == [[75], [2, 3, 4, 5]]  # say more than "failed": utils/errors.py
+    assert reported == [{"containerName": CONTAINER["name"], "operator": "In"}] * 2
+    pod = JOB["template"]["spec"]
+    assert (JOB["backoffLimit"], pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == (0, "Never", 120)
     assert saved["onJobFailureMessagePatterns"] == ["exit code 75 "]
     assert (saved["action"], mistake["action"]) == ("RestartJobSetAndIgnoreMaxRestarts", "FailJobSet")
     assert saved["onJobFailureReasons"] == mistake["onJobFailureReasons"] == ["PodFailurePolicy"]

@@ -9,7 +9,7 @@ import torch
 
 from tools.timeline import read_trace
 from train import Trainer
-from utils.run.profile import RANGES, capture, summarise
+from utils.run.profile import RANGES, TRANSPOSES, capture, summarise
 
 ITERATIONS = 3
 
@@ -70,6 +70,7 @@ ON_GPU += ["10.0 % cudnn::nchwToNhwcKernel"]
 
 @pytest.mark.parametrize(("rows", "work", "transposes"), [(HOST, ON_CPU, 6.0), (HOST + GPU, ON_GPU, 10.0)])
 def test_a_summary_has_the_ranges_the_largest_operators_or_kernels_and_two_shares(rows, work, transposes):
+    assert all(TRANSPOSES.search(f"cudnn::{name}Kernel") for name in ("nhwcToNchw", "nchw2nhwc", "nhwc2nchw"))
     lines = [" ".join(line.split()) for line in summarise(rows)]
     shares = [f"layout transposes: {transposes} %", "waiting for input: 10.0 %"]
     assert lines == ["Profile of 2 iterations, 1.00 ms each", *RANGE_LINES, *work, *shares]

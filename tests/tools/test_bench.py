@@ -4,21 +4,24 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import sys
+from contextlib import nullcontext
 from functools import partial
+from itertools import cycle
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
 from torch import nn
 
 from tests.conftest import CIFAR100, as_options, plan_on
-from tests.processes import run_job, torchrun_variables
-from tools.bench import common, ladder, loaders, peers, scaling
+from tests.processes import torchrun_variables
+from tools.bench import common, ladder, limits, loaders, peers, scaling
 from tools.bench.__main__ import main
 from tools.bench.common import Trials, in_processes, measure
-from tools.bench.ladder import COMPARABLE, compare_with_baseline, evaluate, per_image, read_baseline
+from tools.bench.ladder import compare_with_baseline, evaluate, per_image, read_baseline
 from utils.config import Config
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError, ExpectedError
@@ -42,6 +45,7 @@ def test_trials_are_interleaved_and_the_warm_up_is_dropped():
     for name in "ab":  # for a report after each trial
         assert [found[name]["calls"].values for found in rounds] == [(2,), (2, 3), (2, 3, 4)]
     assert f"{rounds[-1]['a']['calls']:.1f}" == "3.0 (2.0-4.0)"
+    assert Trials((2, 3, 7)).as_json() == {"median": 3, "min": 2, "max": 7, "values": [2, 3, 7]}
 
 
 def test_a_case_that_cannot_run_here_is_skipped_unless_it_is_the_only_one(capsys):
@@ -51,7 +55,8 @@ def test_a_case_that_cannot_run_here_is_skipped_unless_it_is_the_only_one(capsys
     cases = {"dali": refuse, "device": lambda: {"images_per_sec": 1.0}}
     assert [list(found) for found in measure(cases, 2)] == [["device"]] * 2
     assert capsys.readouterr().err.startswith("dali: skipped: it does not start here\n")
-    for chosen, skip in ({"dali": refuse}, True), (cases, False):
+    later = {"later": Mock(side_effect=[{}, {}, ConfigError("no memory")])} | cases
+    for chosen, skip in ({"dali": refuse}, True), (cases, False), (later, True):
         with pytest.raises(ConfigError):
             list(measure(chosen, 2, skip=skip))
 
@@ -67,9 +72,10 @@ def test_a_case_in_its_own_process_is_built_once_and_answers_or_dies():
 def test_a_number_that_is_not_finite_is_null_in_a_report(tiny, one_rank, tmp_path):
     """Python would write NaN, which other readers of JSON refuse."""
     results = {"case": {"rate": Trials((1.0, float("nan")))}, "bins": [float("inf"), -float("inf"), 2.5]}
-    common.write_report(tmp_path / "report.json", "bench", tiny(), one_rank, results)
-    written = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)["results"]
-    assert written["case"]["rate"]["values"] == [1.0, None] and written["bins"] == [None, None, 2.5]
+    common.write_report(tmp_path / "report.json", "bench", tiny(), one_rank, results, threads=77)
+    report = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    written, threads = report["results"], report["environment"]["threads"]
+    assert written["case"]["rate"]["values"] == [1.0, None] and written["bins"] == [None, None, 2.5] and threads == 77
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -95,6 +101,7 @@ def test_an_unwritable_file_is_reported_before_measuring(option, tmp_path, monke
     monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: pytest.fail("began to measure"))
     assert main(["ladder", f"{option}={tmp_path}/none/file"]) == 2
     assert f"error: {option} {tmp_path}/none/file: cannot be written; choose a file in" in capsys.readouterr().err
+    assert main(["ladder", f"{option}={tmp_path}"]) == 2
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["ladder", f"--plot={tmp_path}/picture.png"]) == 2
     assert "matplotlib is missing" in capsys.readouterr().err
@@ -109,29 +116,30 @@ def test_a_rung_is_a_block_with_settings():
         assert changed is bool(switch), f"{name} changes nothing"
 
 
-@pytest.mark.slow
-def test_ladder_measures_compares_and_reports_a_regression(tmp_path, capfd):
-    report, picture = tmp_path / "report.json", tmp_path / "ladder.png"
-    rungs = "bs256,bs256-amp-nhwc-extra-opts-graphs,fastest"
-    arguments = ["ladder", f"--configs={rungs}", "--trials=2", "--iters=2", "--warmup=1", *SMALL]
-    assert main([*arguments, f"--json={report}", f"--plot={picture}"]) == 0
-    printed = capfd.readouterr()
-    assert "graphs: skipped: enable_cuda_graphs needs a CUDA device" in printed.err and "speed-up" in printed.out
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    content = json.loads(report.read_text())
-    assert content["config"]["batch_size"] == 16 and content["environment"]["torch"]
-    assert set(content["results"]["rungs"]) == {"bs256", "fastest"}
-    for values in content["results"]["rungs"].values():
-        assert len(values["full"]["values"]) == 2 and values["memory"]["min"] > 1e7
-        assert values["arithmetic_share"] > 0 and values["memory_share"] > 0
-    full = content["results"]["rungs"]["bs256"]["full"]
-    full |= {name: 1000 * full[name] for name in ("median", "min")}
-    report.write_text(json.dumps(content))
-    assert main([*arguments, f"--baseline={report}"]) == 1 and "REGRESSION" in capfd.readouterr().out
+@pytest.fixture
+def rates(monkeypatch):
+    """{case: images/s} of a bench, whose cases answer at once and without processes."""
+    rates, rest = {}, {"compute": 9.0, "io": 9.0, "memory": 2e9}
+    cases = lambda builds, _: nullcontext({n: lambda n=n: rest | {"full": rates[n]} for n in builds})  # noqa: E731
+    monkeypatch.setattr(common, "in_processes", cases)
+    return rates
+
+
+def test_a_ladders_speed_ups_and_its_regressions(rates, tmp_path, monkeypatch, capsys):
+    found = {f"{kind}, {unit}": Trials((5e3,)) for kind, unit in (("product float32", "TFLOP/s"), ("memory", "GB/s"))}
+    monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: found)
+    arguments, report = ["ladder", "--configs=bs256,bs128", "--trials=1", *SMALL], tmp_path / "report.json"
+    rates.update(bs256=100.0, bs128=200.0)
+    assert main([*arguments, f"--json={report}"]) == 0
+    assert "│ bs128 │ 200.0 (200.0-200.0) │     2.00 │" in capsys.readouterr().out
+    rates["bs128"] = 150.0
+    assert main([*arguments, f"--baseline={report}"]) == 1
+    assert "\nbs128: -25.0 % against the baseline: REGRESSION\nbs256: +0.0 %" in capsys.readouterr().out
 
 
 def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path):
-    environment, config = dict.fromkeys(COMPARABLE, "same"), tiny()
+    known = ("python", "torch", "torchvision", "cuda", "cudnn", "device", "threads", "world_size", "host")
+    environment, config = dict.fromkeys(known, "same"), tiny()
     saved = {"configs": {"rung": config.model_dump(mode="json")}, "rungs": {"rung": {"full": {"median": 100.0}}}}
     path = tmp_path / "report.json"
 
@@ -142,7 +150,7 @@ def test_a_baseline_of_other_versions_or_settings_is_refused(tiny, tmp_path):
     assert read() == {"rung": {"median": 100.0}}
     for options, message in (
         ({"rung": "another"}, "has none of these rungs; measure it again here"),
-        ({"before": environment | {"torch": "1.7"}}, r"was measured with another torch 1\.7; measure it again here"),
+        *(({"before": environment | {key: "1.7"}}, rf"was measured with another {key} 1\.7; measure") for key in known),
         ({"lr": 0.7}, "was measured with another lr of rung; measure"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -160,49 +168,37 @@ def test_a_slower_or_skipped_rung_of_the_baseline_is_a_regression(now, slower):
     results = {} if now is None else {"rung": {"full": Trials(now)}}
     (line,) = compare_with_baseline(results, {"rung": {"median": 100.0, "min": 99.0}})
     assert line.endswith("REGRESSION") is slower
-    assert ("skipped now" in line) is (now is None)
+    assert line.startswith("rung: skipped now:" if now is None else f"rung: {now[len(now) // 2] - 100:+.1f} % against")
 
 
 def evaluated(config, world, **faster):
-    limits = {"product float32, TFLOP/s": 1.0, "convolution float32 NHWC, TFLOP/s": 1.0, "memory, GB/s": 1.0}
-    trials = {name: Trials((faster.get(name.split()[0], rate),)) for name, rate in limits.items()}
+    limits = ("product float32, TFLOP/s", "convolution float32 NHWC, TFLOP/s", "memory, GB/s")
+    trials = {name: Trials((faster.get(re.split(r"\W", name)[0], 1.0),)) for name in limits}
     return evaluate({"full": Trials((100.0,))}, per_image(config, world, trials), trials)
 
 
-def test_fractions_count_the_datasets_own_images(tiny, one_rank):
+def test_fractions_count_the_datasets_own_images(tiny, one_rank, monkeypatch):
     """ImageNet's images have 49 times the pixels of CIFAR's, and in a ResNet nearly 49 times the work."""
     options = {"num_classes": 10, "image_size": None, "data_loader": "synthetic"}
     small, large = (evaluated(tiny(dataset=name, **options), one_rank) for name in ("cifar10", "imagenet"))
     for share in ("arithmetic_share", "memory_share"):
         assert large[share] / small[share] == pytest.approx(49, rel=0.05)
 
-    for faster in ("product", "convolution"):
-        result = evaluated(tiny(), one_rank, **{faster: 4.0})
-        assert result["arithmetic_share"] == pytest.approx(result["tflops"] / 4), "the faster one is the limit"
+    monkeypatch.setattr(ladder, "flops_per_image", lambda *_: 3e9)
+    monkeypatch.setattr(ladder, "activation_bytes_per_image", lambda *_: 5e7)  # each moved four times
+    for faster in ("product", "convolution"):  # the limit
+        result = evaluated(tiny(), one_rank, **{faster: 4.0}, memory=50.0)
+        shares = {"tflops": 100 * 3e9 / 1e12, "arithmetic_share": 0.3 / 4, "memory_share": 100 * 4 * 5e7 / 1e9 / 50}
+        assert {name: result[name] for name in shares} == pytest.approx(shares)
 
 
-@pytest.mark.slow
-def test_limits_measures_every_limit(tmp_path):
-    report = tmp_path / "limits.json"
-    ended = run_job(tmp_path, 2, main, ["limits", "--set", "device=cpu", "--trials=1", f"--json={report}"])
-    assert [(rank.status, rank.errors) for rank in ended] == [(0, "")] * 2
-    limits = [f"product {kind}, TFLOP/s" for kind in ("float32", "bf16")]
-    limits += [f"convolution {kind} NHWC, TFLOP/s" for kind in ("float32", "bf16")]
-    assert set(json.loads(report.read_text())["results"]) == {*limits, "memory, GB/s", "all-reduce of 100 MB, GB/s"}
-
-
-def test_loaders_measures_every_loader_and_writes_the_report(tmp_path):
-    report = tmp_path / "report.json"
-    small = ["--set=batch_size=32", "--set=num_data_workers=1", "--batches=4", "--steps=2", "--trials=2"]
-    command = ["loaders", "--config=quickstart", "--loaders=torchvision,device", f"--json={report}", *small]
-    (ended,) = run_job(tmp_path, 1, main, command)
-    assert ended.status == 0, ended.errors
-    assert "torchvision" in ended.output and "waiting" in ended.output
-    content = json.loads(report.read_text())
-    assert content["config"]["batch_size"] == 32 and set(content["results"]) == {"torchvision", "device"}
-    for values in content["results"].values():
-        assert len(values["images_per_sec"]["values"]) == 2 and values["images_per_sec"]["min"] > 0
-        assert 0 <= values["waiting"]["median"] < 1
+def test_limits_count_multiply_adds_as_two_and_a_copy_as_reading_and_writing(monkeypatch):
+    monkeypatch.setattr(common, "time_action", Mock(side_effect=cycle([0.02, 0.1])))  # then three times in a trial
+    monkeypatch.setattr(limits, "dist", Mock())
+    found = limits.measure_limits(World(0, 0, 2, torch.device("cpu")), 1)
+    product, convolution = 30 * 2 * 1024**3 / 1e12, 30 * 2 * 32 * (8 * 8) * 256 * 256 * (3 * 3) / 1e12
+    rates = [product, convolution] * 2 + [30 * 2 * 2**28 / 1e9, 10 * 0.1]  # float32, bf16; memory, all-reduce
+    assert [trials.median for trials in found.values()] == pytest.approx(rates)
 
 
 def trial_of(config, world, step=None, **options):
@@ -210,26 +206,35 @@ def trial_of(config, world, step=None, **options):
     return loaders.loader_trial(config, plan_on(config), world, step, argparse.Namespace(**defaults | options))
 
 
-def test_nothing_is_timed_before_a_graph_is_captured(tiny, one_rank, monkeypatch):
-    assert plan_on(tiny("fastest"), "cuda").capture_steps == GRAPH_WARMUP_STEPS + 1
-    assert plan_on(tiny("fastest")).capture_steps == 0
+def test_rates_are_of_timed_batches_on_a_finished_device(tiny, one_rank, monkeypatch, capsys):
+    """Loading a batch takes 1 second, the first one 11. The host does not wait for a step's 3 seconds on its device."""
+    clock = SimpleNamespace(now=0, queued=0, perf_counter=lambda: clock.now)
+    step = Mock(side_effect=lambda *_: vars(clock).update(queued=clock.queued + 3))
+
+    def load(_):
+        clock.now += 10
+        while True:
+            clock.now += 1
+            yield torch.zeros(32, 3, 4, 4), torch.zeros(32)
+
+    feed, loader = Mock(side_effect=prefetch), SimpleNamespace(train=Mock(__iter__=load), notes=[])
+    for module in (common, loaders):
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "build_loaders", lambda *_: loader)
+        monkeypatch.setattr(module, "prefetch", feed)
+    monkeypatch.setattr(common, "synchronize", lambda _: vars(clock).update(now=clock.now + clock.queued, queued=0))
+    assert plan_on(tiny("fastest"), "cuda").capture_steps == GRAPH_WARMUP_STEPS + 1  # they are not timed
     monkeypatch.setattr(Plan, "capture_steps", 5)
-    steps = Mock()
-    monkeypatch.setattr("utils.training.learner.Learner.train_step", steps)
-    rung = common.Rung(tiny(), 0, 1)
-    assert steps.call_count == 5
-    trial_of(tiny(), one_rank, rung.learner.train_step, batches=1)()
-    assert steps.call_count == 5 + 5 + 2
-
-
-def test_measured_steps_get_their_batches_as_in_the_trainer(tiny, one_rank, monkeypatch):
-    config, feed = tiny(enable_prefetch=True), Mock(side_effect=prefetch)
-    for name in ("common", "loaders"):
-        monkeypatch.setattr(f"tools.bench.{name}.prefetch", feed)
-    step = common.OurStep(config, 0, 1)
-    step()
-    trial_of(config, one_rank, step.learner.train_step, batches=1, steps=1)()
-    assert [(call.args[0], call.args[2]) for call in feed.call_args_list] == [(step.plan, one_rank.device)] * 2
+    monkeypatch.setattr("utils.training.learner.Learner.train_step", step)
+    found = trial_of(tiny(), one_rank, step)()
+    assert found == {"images_per_sec": 32, "training_images_per_sec": 32 / 4, "waiting": 0.25}
+    rung = common.Rung(tiny(), 1, 2)
+    assert step.call_count == (5 + 2) + 5
+    assert rung() == {"compute": 32 / 3, "io": 32, "full": 32 / 4, "memory": ANY}
+    assert [call.args[::2] for call in feed.call_args_list] == [(rung.plan, one_rank.device)] * 2
+    case = {name: Trials((value,)) for name, value in found.items()}
+    loaders.show(tiny(), one_rank, {"device": case, "synthetic": case | {"training_images_per_sec": Trials((10.0,))}})
+    assert re.search(r"device +│ 32 \(32-32\) +│ +8 \(8-8\) │ 25.0% .*│ +20.0% │", capsys.readouterr().out)
 
 
 def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny):
@@ -242,23 +247,19 @@ def test_peers_run_with_and_without_the_switch_that_only_this_project_has(tiny):
     assert cuda["this project"] == (peers.OurStep, tiny("fastest"))
 
 
-def test_peers_refuses_what_the_other_trainers_lack(capsys):
-    assert main(["peers", "--config=fastest", "--set=ema_decay=0.9"]) == 2
-    assert "error: ema_decay 0.9: the other trainers here lack it; use null\n" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_peers_train_the_same_or_say_what_to_install(tmp_path, capfd):
-    report = tmp_path / "peers.json"
-    options = ["--iters=2", "--warmup=1", "--trials=1", "--set=cpu_kernels=auto"]
-    assert main(["peers", f"--json={report}", *options, *SMALL]) == 0
-    missing, errors = [name for name in OTHERS[:2] if importlib.util.find_spec(name) is None], capfd.readouterr().err
-    assert all(f"{name}: skipped: No module named '{name}" in errors for name in missing)
-    there = [f"{name}{switch}" for name in OTHERS if name not in missing for switch in ("", ", without keep_memory")]
-    assert set(json.loads(report.read_text())["results"]) == {"this project", *there}
+def test_peers_refuses_what_the_other_trainers_lack_and_compares_the_rest(rates, capsys):
+    options = ["ema_decay=0.9", "optimizer=adamw", "clip_grad_norm=1.0", "label_smoothing=0.1", "micro_batch_size=8"]
+    for setting in (*options, "opt_level=O2"):
+        assert main(["peers", "--config=fastest", *SMALL, f"--set={setting}"]) == 2
+        assert f"{setting.partition('=')[2]}: the other trainers" in capsys.readouterr().err.replace('"', "")
+    rates |= dict.fromkeys(OTHERS, 50.0) | {"this project": 100.0}
+    assert main(["peers", "--trials=1", *SMALL, "--set=cpu_kernels=false"]) == 0
+    assert capsys.readouterr().out.count("50.0 (50.0-50.0) │                         2.000 │") == 3
 
 
 def test_the_plain_loop_trains_the_same(tiny, monkeypatch):
+    network = peers._prepare(tiny(enable_nhwc=True))[1]
+    assert network.conv1.weight.is_contiguous(memory_format=torch.channels_last)
     cross_entropy, losses = nn.functional.cross_entropy, {}
     for build in (common.OurStep, peers.plain_case):
         found = losses[build] = []
@@ -299,10 +300,12 @@ def test_batches_are_checked_before_anything_runs(tiny):
 
 
 @pytest.mark.slow
-def test_a_run_of_scaling_and_its_report(tmp_path, capsys):
-    report = tmp_path / "scaling.json"
-    short = ["--mode=weak", "--iters=3", "--warmup=1", "--trials=1", "--set=data_loader=device", "--nproc=2"]
-    assert main(["scaling", "--config=default", *SMALL, *short, f"--json={report}"]) == 0
-    assert "weak 2" in capsys.readouterr().out
-    found = json.loads(report.read_text())["results"]["weak 2"]
-    assert found["train_images_per_sec"]["values"][0] > 0 and found["communication_share"]["values"][0] < 1
+@pytest.mark.parametrize(("arguments", "cases"), [
+    (["scaling", "--mode=weak", "--nproc=2", "--iters=3", "--warmup=1"], ["weak 2"]),
+    (["peers", "--iters=2"], ["this project", *OTHERS]),
+    (["loaders", "--loaders=torchvision,device", "--batches=4", "--steps=2"], ["torchvision", "device"]),
+])  # fmt: skip
+def test_a_bench_measures_and_reports(arguments, cases, tmp_path):
+    assert main([*arguments, *SMALL, "--trials=1", "--set=cpu_kernels=false", f"--json={tmp_path}/report"]) == 0
+    missing = {name for name in OTHERS[:2] if not importlib.util.find_spec(name)}
+    assert json.loads((tmp_path / "report").read_text())["results"].keys() == {*cases} - missing

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -68,7 +67,8 @@ def test_full_unwritable_or_slow_disk(monkeypatch, tmp_path):
     assert machine.check_disk(tmp_path, needed=2**62).level == "fail"
     unwritable = machine.check_disk(Path("/proc/not/there"))
     assert unwritable.level == "fail" and "/proc: cannot be written" in unwritable.message
-    monkeypatch.setattr(time, "perf_counter", iter((0.0, 2.0)).__next__)
+    monkeypatch.setattr(machine, "time", clock := SimpleNamespace(now=0.0, perf_counter=lambda: clock.now))
+    monkeypatch.setattr(os, "fsync", lambda _: vars(clock).update(now=1.4))  # then 2^26 bytes are on the disk
     assert machine.check_disk(tmp_path).level == "warn"
 
 
@@ -89,8 +89,9 @@ def test_torch_and_driver_must_match(monkeypatch, tmp_path):
     assert check("13.0", True, "580.65.06", True).message == "driver 580.65.06, CUDA 13.0"
     for built_for, driver, wanted in (("13.0", "580", False), (None, "580", False), ("13.0", None, True)):
         assert check(built_for, False, driver, wanted).level == "fail"
-    monkeypatch.setattr(torch, "__version__", "2.10.0a0+cu130")
-    assert machine.check_installed_torch().level == "fail"
+    for installed, level in (("2.10.0a0+cu130", "fail"), ("2.11.0", "ok")):
+        monkeypatch.setattr(torch, "__version__", installed)
+        assert machine.check_installed_torch().level == level
     monkeypatch.setattr(machine.shutil, "which", {"nvidia-smi": "/bin/nvidia-smi"}.get)
     version = tmp_path / "version"
     for kind in ("Kernel Module ", "Open Kernel Module for x86_64 "):
@@ -101,8 +102,8 @@ def test_torch_and_driver_must_match(monkeypatch, tmp_path):
 def test_memory_for_each_rank(tmp_path, monkeypatch):
     """The check takes the smaller of the machine's memory and the container's limit."""
     (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   16000000 kB\n")
-    assert [machine.check_memory(tmp_path, ranks).level for ranks in (1, 16)] == ["ok", "warn"]
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   15700000 kB\n")
+    assert [machine.check_memory(tmp_path, ranks).level for ranks in (8, 9)] == ["ok", "warn"]
     monkeypatch.setattr(machine, "memory_limit", lambda root: 1e9)
     assert machine.check_memory(tmp_path, 1).message == "1.0 GB available for 1 rank(s)"
 
@@ -127,7 +128,9 @@ PORTS = at("mlx5_0/ports/1", UP) | at("mlx5_1/ports/1", UP)
     ("pcie", BUS, "ok", "1 NVIDIA GPU(s) at full width"),
     ("pcie", BUS | at("5e:00.0", GPU | {"current_link_width": 8}), "warn", "5e:00.0: 8 of 16 lanes"),
     ("infiniband", PORTS, "ok", "2 of 2 ports up; 400 Gb/sec (4X NDR)"),
-    ("infiniband", PORTS | {"mlx5_1/ports/1/counters/link_downed": 3}, "warn", "mlx5_1/1: link_downed 3"),
+    ("infiniband", {"another": 1}, "ok", "0 of 0 ports up"),
+    *(("infiniband", PORTS | {f"mlx5_1/ports/1/counters/{error}": 3}, "warn", f"mlx5_1/1: {error} 3")
+      for error in ("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors")),
     ("infiniband", PORTS | {"mlx5_1/ports/1/rate": "100 Gb/sec (1X NDR)"}, "warn",
      "100 Gb/sec (1X NDR); 400 Gb/sec (4X NDR)"),
     ("infiniband", PORTS | {"mlx5_1/ports/1/state": "1: DOWN"}, "warn",
@@ -147,7 +150,7 @@ def test_what_the_kernel_counts(check, files, level, words, tmp_path):
     ("echo 'usb 1-1'", "ok", "no Xid in the kernel's log"),
     ("echo 'dmesg: not permitted' >&2; exit 1", "ok", "not readable here: the kernel's log"),
     *((f"echo 'NVRM: Xid (PCI:0000:3b:00): {xid}, pid=1'", "fail", f"Xid {xid} of 0000:3b:00, 1 times")
-      for xid in (48, 79, 94, 149)),
+      for xid in (46, 48, 62, 64, 74, 79, 92, 94, 95, 109, 110, 119, 120, 136, 140, 143, *range(144, 151), 158)),
     ("echo 'NVRM: Xid (PCI:0000:3b:00): 31, pid=1'", "warn", "Xid 31 of 0000:3b:00, 1 times"),
 ])  # fmt: skip
 def test_gpu_errors_in_the_kernel_log(action, level, message, tmp_path, monkeypatch):
@@ -171,7 +174,7 @@ def answer(value):
 def mocked_nvml(links=(1, 1), corrected=0, uncorrected=0, **changes):
     """The module pynvml with one healthy GPU. Values that an older GPU does not report are errors in `changes`."""
     answers = {
-        "Name": "NVIDIA H200", "UUID": "GPU-1", "RemappedRows": (0, 0, 0, 0), "CurrentClocksEventReasons": 0x5,
+        "Name": "NVIDIA H200", "UUID": "GPU-1", "RemappedRows": (0, 0, 0, 0), "CurrentClocksEventReasons": 0x117,
         "PowerManagementLimit": 700_000, "PowerManagementDefaultLimit": 700_000, "Temperature": 31, "Count": 1,
     }  # fmt: skip
     no_link = answer(NvmlError("Invalid Argument"))
@@ -196,12 +199,12 @@ NOT_SUPPORTED = ("Temperature", "RemappedRows", "PowerManagementLimit", "Current
     ({"RemappedRows": (0, 1, 1, 0)}, "warn", "replaced at the next reset"),
     ({"RemappedRows": (0, 3, 0, 0)}, "warn", "3 memory rows were replaced"),
     ({"RemappedRows": (0, 3, 0, 1)}, "fail", "a faulty memory row cannot be replaced"),
-    ({"CurrentClocksEventReasons": 0x20}, "fail", "slowed down: heat"),
+    ({"CurrentClocksEventReasons": 0xEC}, "fail", "hardware slowdown, heat, heat, by the hardware, power brake"),
     ({"PowerManagementLimit": 450_000}, "warn", "power limit 450 W, default 700 W"),
-    ({"links": (1, 0, 1)}, "fail", "of 3 NVLinks down: 1"),
+    ({"links": (1, 0, 1), "Name": "NVIDIA H100 NVL"}, "fail", "of 3 NVLinks down: 1"),
     ({"links": (0, 0)}, "fail", "of 2 NVLinks down: 0, 1"),
     ({"links": (0, 0), "Name": "NVIDIA A100 80GB PCIe"}, "warn", "of 2 NVLinks down: 0, 1"),
-    ({"RemappedRows": NvmlError("GPU is lost", 15)}, "fail", "GPU 0: GPU is lost"),
+    *(({"RemappedRows": NvmlError("GPU is lost", n)}, "fail", "GPU 0: GPU is lost") for n in (8, 11, 15, 16)),
 ])  # fmt: skip
 def test_health_of_a_gpu(changes, level, words):
     (finding,) = hardware.check_gpu(mocked_nvml(**changes), 0)
@@ -344,19 +347,22 @@ def test_a_missing_damaged_or_single_record_is_an_error_in_one_line(content, tmp
 def test_a_figure_15_percent_below_the_baseline_fails(tmp_path, monkeypatch, capsys):
     baseline, printed = tmp_path / "baseline.json", ""
     compare = f"--baseline={baseline}"
-    for rate, status, option in ((1.0, 0, "--json"), (0.9, 0, compare), (0.8, 2, compare)):
+    for rate, status, option in ((1.0, 0, "--json"), (0.88, 0, compare), (0.86, 2, compare)):
         monkeypatch.setattr(doctor, "examine", lambda *_, rate=rate: record("a", rate).findings)
         assert doctor.main(["--config=quickstart", option]) == status
         printed = capsys.readouterr().out
         if option == "--json":
             baseline.write_text(printed)
-    assert "0.8, 80% of the baseline 1" in printed
+    assert "0.86, 86% of the baseline 1" in printed
 
 
 @pytest.mark.parametrize(("level", "status"), [("ok", 0), ("warn", 1), ("fail", 2)])
-def test_exit_status_and_last_line_give_the_worst_level(level, status, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "examine", lambda *_: [Finding("pcie", level, "x4", "look"), Finding("a", "ok", "")])
-    assert doctor.main([]) == status
+def test_exit_status_and_last_line_give_the_worst_level(level, status, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        doctor, "examine", lambda *_: [Finding("pcie", level, "x", "look", "n"), Finding("a", "ok", "")]
+    )
+    assert doctor.main(["--set=device=cuda", f"--failing-nodes={tmp_path}/failing"]) == status
+    assert (tmp_path / "failing").read_text() == ("n\n" if level == "fail" else "\n")
     assert re.match(rf"{level}: \d ok, \d warn, \d fail$", capsys.readouterr().out.splitlines()[-1])
     assert run_doctor(capsys)[0] == status
 
@@ -440,29 +446,30 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
 
 @pytest.mark.parametrize(("rates", "prints", "level", "words"), [
     ([100, 101, 99, 100], "aaaa", "ok", "10.0 min, 4 rounds: 100.0 images/s, standard deviation 0.7%, +0.0% from "
-     "the first quarter to the last; 4 equal fingerprints; at most 71 °C; at least 1797 MHz"),
+     "the first quarter to the last; 4 equal fingerprints; at most 71 °C; at most 700 W; at least 1797 MHz"),
     ([100] * 6 + [88] * 4, "a" * 10, "warn", "-12.0% from the first quarter to the last"),
     ([100] * 6 + [91] * 4, "a" * 10, "ok", "-9.0% from"),
     ([100] * 4, "aaba", "fail", "1 of 4 fingerprints differ"),
 ])  # fmt: skip
 def test_burn_in_fails_on_a_changed_fingerprint_and_warns_on_a_falling_rate(rates, prints, level, words):
-    readings = [{"gpu_temperature_c": 71.4 - i, "gpu_clock_mhz": 1800.0 - i} for i in range(len(rates))]
+    most = {"gpu_temperature_c": 71.4, "gpu_clock_mhz": 1800.0, "gpu_power_w": 700.0}
+    readings = [{name: value - i for name, value in most.items()} for i in range(len(rates))]
     finding = measured.judge_rounds(10, rates, prints, readings)
     assert finding.level == level and words in finding.message and finding.figures == {"images/s": 100.0}
 
 
 def test_a_short_burn_in_on_this_machine(tiny, one_rank, monkeypatch):
     monkeypatch.setattr(measured, "ROUND_SECONDS", 0.1)
-    finding = measured.burn_in(tiny(), one_rank, 0.01)
-    assert finding.level != "fail" and "equal fingerprints" in finding.message and finding.figures["images/s"] > 0
+    monkeypatch.setattr(measured, "time_action", lambda _, action: action() or 0.05)
+    monkeypatch.setattr(measured, "time", Mock(monotonic=itertools.count(0, 20).__next__))
+    finding = measured.burn_in(tiny(), one_rank, 1)
+    assert finding.figures == {"images/s": 2 * 32 / 0.05} and "4 rounds" in finding.message
+    assert finding.level == "ok" and "4 equal fingerprints" in finding.message
 
 
 @pytest.mark.slow
-def test_container_recipes_need_what_the_project_needs_and_take_no_data_runs_or_history(tmp_path):
-    def python(code, folder=ROOT):
-        return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
-
-    minimum, declared = ".".join(map(str, machine.MINIMUM_TORCH)), (ROOT / "pyproject.toml").read_text()
+def test_container_recipes_check_torch_and_take_no_data_runs_or_history(tmp_path):
+    minimum = ".".join(map(str, machine.MINIMUM_TORCH))
     recipes = [(ROOT / name).read_text() for name in ("deploy/Dockerfile", "deploy/apptainer.def")]
     assert len({base for recipe in recipes for base in re.findall(r"BASE=(\S+:\S+)", recipe)}) == 1
     for name in re.findall(r"^    (\S+) /opt/check/\1$", recipes[1], re.MULTILINE):
@@ -470,12 +477,8 @@ def test_container_recipes_need_what_the_project_needs_and_take_no_data_runs_or_
     for recipe, folder in zip(recipes, (ROOT, tmp_path), strict=True):
         assert f"must have torch {minimum} or newer" in recipe and f"torch >= {minimum}: --build-arg BASE=" in recipe
         (code,) = re.findall(r'python -c "(from tools[^"]*)"', recipe.replace("\\\n", ""))
-        done = python(code, folder)
-        assert done.returncode == 0 and done.stdout.startswith("torch "), done.stderr
-        assert python(f"from tools.doctor import machine; machine.MINIMUM_TORCH = (99, 0); {code}").returncode == 1
-    assert 'pip install --no-cache-dir ".[report]"' in recipes[0]
-    (code,) = re.findall(r"python -c '([^']*)'", recipes[1])
-    found = python(code.replace("\\\n", "")).stdout.splitlines()
-    assert len(found) >= 9 and f"torch>={minimum}" in found and all(f'"{line}"' in declared for line in found)
-    ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    assert {".git", ".venv", "data", "**/expts", "**/__pycache__"} <= set(ignored)
+        for change, status in (("", 0), ("from tools.doctor import machine; machine.MINIMUM_TORCH = (99, 0); ", 1)):
+            assert subprocess.run([sys.executable, "-c", change + code], cwd=folder, check=False).returncode == status
+    assert f'"torch>={minimum}"' in (ROOT / "pyproject.toml").read_text()
+    ignored = {".git", ".venv", "data", "**/expts", "**/__pycache__"}
+    assert ignored <= {*(ROOT / ".dockerignore").read_text().splitlines()}

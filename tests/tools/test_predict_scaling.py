@@ -76,12 +76,14 @@ def report(tmp_path):
 
 def test_command_prints_both_curves_and_its_assumptions(report, capsys):
     """Also for a report with a setting that this version lacks."""
-    assert main(["--from", report(), "--gpus", "1,8", "--inter", "40"]) == 0
+    assert main(["--from", report(), "--gpus", "1,8", "--intra", "240"]) == 0
     printed = capsys.readouterr().out
-    assert "measured: fast, 12,800 images/s with batch 256" in printed and "inter=40000000000.0" in printed
+    assert "fast, 12,800 images/s with batch 256" in printed and "intra=240000000000.0, inter=10000000000.0" in printed
     rows = [re.sub(r"[(),%]", "", line).split() for line in printed.splitlines()[-4:]]
     assert rows[0] == ["weak", "1", "256", "20.00", "12800", "100.0", "100.0", "to", "100.0"]
     assert [row[:3] for row in rows[1:]] == [["weak", "8", "256"], ["strong", "1", "256"], ["strong", "8", "32"]]
+    for _, gpus, batch, milliseconds, rate, *_ in rows:
+        assert float(rate) == pytest.approx(1e3 * int(gpus) * float(batch) / float(milliseconds), rel=0.01)
     assert "the model does not apply" in printed.splitlines()[-1]
 
 

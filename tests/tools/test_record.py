@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.conftest import TINY_OPTIONS
+from tests.conftest import CIFAR100, TINY_OPTIONS
 from tools.bench import __main__ as bench
 from tools.bench import record
 from tools.common import as_settings
@@ -120,7 +120,7 @@ def test_seeds_are_paired_and_the_command_resumes(tmp_path, runs, capsys):
     assert bench.main(command(tmp_path, 2, f"--against={other}")) == 0
     name = "bs128-lr=0.2-nesterov=true"
     assert runs == [("bs128", 0), (name, 0), ("bs128", 1), (name, 1)]
-    assert bench.main(command(tmp_path, 3, f"--against={other}")) == 0
+    assert bench.main(command(tmp_path, 1, f"--against={other}", "--first_seed=2")) == 0
     assert runs[4:] == [("bs128", 2), (name, 2)]
     summary, first = (json.loads((tmp_path / each / "summary.json").read_text()) for each in (name, "bs128"))
     against = summary["against"]
@@ -139,22 +139,12 @@ def test_a_mistake_is_reported_before_the_first_run(other, tmp_path, runs):
     assert runs == []
 
 
-@pytest.mark.slow
-def test_record_runs_seeds_once_and_keeps_their_logs(tmp_path):
-    out = tmp_path / "2030-01-02-tiny"
-    options = ["--seeds=2", "--first_seed=3", *TINY_OPTIONS, "--set=stop_at_accuracy=0.01"]
-    arguments = ["record", "--config=bs128", f"--out={out}", *options]
-    assert bench.main(arguments) == 0
-    assert {path.name for path in out.iterdir()} == {"seed-3", "seed-4", "summary.json"}
-    kept = {"config.yaml", "environment.json", "train.log", "metrics.jsonl", "trial.json"}
-    assert {path.name for path in (out / "seed-3").iterdir()} == kept
-    summary = json.loads((out / "summary.json").read_text())
-    assert (summary["seeds"], summary["reached"], summary["epochs"]["mean"]) == ([3, 4], 2, 1)
-    seconds = summary["trials"][0]["seconds"]
+def test_a_seeds_run_begins_anew_keeps_its_logs_and_ends_with_its_status(tmp_path):
+    (tmp_path / ".seed-3.partial/checkpoints/of-an-interrupted-run").mkdir(parents=True)
+    settings = [word.removeprefix("--set=") for word in TINY_OPTIONS] + ["save_checkpoint=false", "seed=3"]
+    seconds = record.run_seed(CIFAR100, "bs128", [*settings, "stop_at_accuracy=0.01"], tmp_path)["seconds"]
     assert 0 < seconds["training"] < seconds["run"] < seconds["command"]
-    before = (out / "seed-3/metrics.jsonl").read_text()
-    assert bench.main(arguments) == 0
-    assert (out / "seed-3/metrics.jsonl").read_text() == before
-    with pytest.raises(SystemExit, match="3"):
-        bench.main([*arguments, f"--set=data_path={tmp_path}/none", "--set=dataset=cifar100", "--set=num_classes=100",
-                    f"--out={tmp_path}/none"])  # fmt: skip
+    kept = {"config.yaml", "environment.json", "train.log", "metrics.jsonl", "trial.json"}
+    assert {path.name for path in (tmp_path / "seed-3").iterdir()} == kept
+    with pytest.raises(SystemExit, match="2"):
+        record.run_seed(CIFAR100, "bs128", [*settings, "device=cuda"], tmp_path)

@@ -39,7 +39,8 @@ for node in $(seq "$SLURM_JOB_NUM_NODES"); do SLURMD_NODENAME=node$node "$@"; do
 NAMES = ("script", "ACTIVATE", "SRUN_OPTIONS", "STAGE_DATA", "TRAIN_CONFIG", "MASTER_PORT", "HOST_SUFFIX", "store")
 ON_ONE_NODE = dict.fromkeys(NAMES, "of another program")  # a user's shell may export them
 ON_ONE_NODE |= {"SLURM_JOB_ID": "4", "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"}
-ON_ONE_NODE |= {"SLURM_GPUS_ON_NODE": "2", "SLURMD_NODENAME": "node1", "SLURM_CPUS_PER_TASK": "8"}
+ON_ONE_NODE |= {"SLURM_GPUS_ON_NODE": "2", "SLURMD_NODENAME": "node1"}
+HEADERS_CORES = {"SLURM_CPUS_PER_TASK": "8", "SLURM_TRES_PER_TASK": "cpu:8"}
 ON_TWO_NODES = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
 IN_ARRAY = {"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_ID": "1"}
 
@@ -54,7 +55,7 @@ class FakeJob:
         commands.mkdir()
         for name in TOOLS:
             (commands / name).symlink_to(shutil.which(name) or pytest.fail(f"{name} is not on PATH"))
-        self.environment = {"PATH": str(commands)} | ON_ONE_NODE
+        self.environment = {"PATH": str(commands)} | ON_ONE_NODE | HEADERS_CORES
         for name, value in (FAKE_COMMANDS | given).items():
             if name.isupper():
                 self.environment[name] = value
@@ -165,7 +166,7 @@ ONE_NODE = (
 )
 TWO_NODES = (
     "--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --nnodes=2 --nproc_per_node=8 --max_restarts=0 "
-    "--rdzv_endpoint=node1:10004 --config=bs2048-warmup-opt"
+    "--cpu-bind=none --rdzv_endpoint=node1:10004 --config=bs2048-warmup-opt"
 )
 SITE = ON_TWO_NODES | {
     "SUBMIT_CONFIG": "quickstart", "SUBMIT_PROCESSES": "3", "SUBMIT_INTERFACE": "hsn0", "SUBMIT_RESTARTS": "2",
@@ -192,12 +193,12 @@ ODD_NODES = {
 ODD_NAMES = '[[ $* == "show hostnames gpu[007-009]-b,login1" ]] && printf "%s\\n" gpu007-b gpu008-b gpu009-b login1'
 IN_STEP = ON_TWO_NODES | {"SLURM_STEP_ID": "0", "srun": STARTS_NODES, "scontrol": HOSTNAMES, "scancel": ""}
 CASES = {
-    "one node": starts(ONE_NODE, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    "one node": starts(ONE_NODE, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110"),
     "two nodes": starts(TWO_NODES, **ON_TWO_NODES),
     "site": starts("--config=quickstart --nproc_per_node=3 --max_restarts=2", SITE_STEP, **SITE),
     # with sbatch --gres=gpu:2, srun would use the number in the #SBATCH line
     "two GPUs instead of one": starts("--nproc_per_node=2", "SLURM_GPUS_PER_NODE=2", SLURM_GPUS_PER_NODE="1"),
-    "no GPU": starts("--nproc_per_node=1", "SLURM_GPUS_PER_NODE=0", **NO_GPU),
+    "no GPU": starts("--nproc_per_node=1", "SLURM_GPUS_PER_NODE=0 SLURM_WAIT=360", **NO_GPU),
     # ports of successive jobs differ and are below ephemeral ports
     "lowest port": starts("--rdzv_endpoint=node1:10000", **ON_TWO_NODES, SLURM_JOB_ID="20000"),
     "container": starts("--container-image=x --mpi=none", SUBMIT_SRUN_OPTIONS="--container-image=x --mpi=none"),
@@ -208,7 +209,7 @@ CASES = {
     # as in a container without the project's folder: 127 comes from srun itself, not from an interrupted `wait`
     "no bash": case(127, f"{NEVER_STARTED}none\n", srun="exit 127"),
     # as in the grace time before a preemption: Slurm does not requeue a job that exits within it
-    "steps are stopped": case(75, SAVED + REQUEUED, "4", srun=reports(75)),
+    "steps are stopped": case(75, SAVED + REQUEUED, "4", srun=reports(75), SLURM_RESTART_COUNT="30"),
     "signal during activation": case(143, SIGNAL + REQUEUED, "4", None, SUBMIT_ACTIVATE="kill -USR1 $$"),
     "nodes never start": case(1, f"{NEVER_STARTED}gpu007-b gpu009-b login1\n", scontrol=ODD_NAMES, **ODD_NODES),
     "unknown nodes never start": case(
@@ -296,7 +297,7 @@ def test_a_job_ends_with_its_status_and_is_requeued_or_not(tmp_path, name):
         assert [words[-1] for words in job.torchrun()] == int(job.environment["SLURM_JOB_NUM_NODES"]) * ["a=b  c"]
         environment = job.lines("environment")
         assert set(case.step.split()) <= set(environment)
-        assert not any(line.startswith("SLURM_CPUS_PER_TASK=") for line in environment)
+        assert HEADERS_CORES.keys().isdisjoint(line.partition("=")[0] for line in environment)
 
 
 def test_nodes_know_their_address_and_the_head(tmp_path):
@@ -315,7 +316,8 @@ def test_in_a_container_workers_of_one_node_meet_in_a_file(tmp_path):
     assert torchrun[:5] == ["exec", "x.sif", "python", "-m", "tools.torchrun"]
     assert torchrun[5] == f"{tmp_path}/expts/torchrun-4-node1.log"
     values = dict(word.split("=", 1) for word in torchrun if "=" in word)
-    assert values["--rdzv_conf"].startswith("store_type=file,keep_alive_interval=100000,is_host=true,")
+    conf = "store_type=file,keep_alive_interval=100000,is_host=true,join_timeout=300,read_timeout=300"
+    assert values["--rdzv_conf"] == conf
     endpoint = Path(values["--rdzv_endpoint"])
     assert endpoint.is_absolute() and not endpoint.exists()
 
@@ -432,12 +434,14 @@ RESUMES = ["State=RESUME"]
     *(("", doctor, "prolog_slurmd", 0, []) for doctor in (PASSES, MISTYPED, HANGS)),
     *((OURS, doctor, "mended", 0, []) for doctor in (FAILS, MISTYPED, CRASHES, HANGS)),
     (BY_A_HUMAN, PASSES, "mended", 0, []), (WRONG_RESULTS, PASSES, "mended", 0, []),
+    (OURS, PASSES, "health", 0, []), (BY_A_HUMAN, PASSES, "health", 0, []),
     (None, FAILS, "prolog_slurmd", 1, []), (None, FAILS, "health", 0, []),  # no scontrol
 ])  # fmt: skip
 def test_the_doctor_drains_a_node_and_returns_only_its_own(tmp_path, drained, doctor, role, status, update):
     state = f"State=IDLE+DRAIN ThreadsPerCore=1 Reason={drained}" if drained else "State=IDLE ThreadsPerCore=1"
     make_command(tmp_path, "logger", f'echo "$*" >>{tmp_path}/said')
     make_command(tmp_path, "doctor", doctor)
+    make_command(tmp_path, "setsid", f'echo "$*" >{tmp_path}/began')
     asked = "exit 127" if drained is None else f'[[ $1 != update ]] || printf "%s\\n" "${{@:2}}" >{tmp_path}/update'
     make_command(tmp_path, "scontrol", f'echo "NodeName=node1 CoresPerSocket=1 {state}"\n{asked}')
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "node1", "SLURM_SCRIPT_CONTEXT": role}
@@ -445,6 +449,7 @@ def test_the_doctor_drains_a_node_and_returns_only_its_own(tmp_path, drained, do
     if drained is None:  # then `command` finds nothing
         environment["BASH_FUNC_command%%"] = "() { return 1; }"
     assert subprocess.run(["bash", CHECK_NODE], env=environment, check=False).returncode == status
-    updated, said = ("".join(path.read_text() for path in tmp_path.glob(name)) for name in ("update", "said"))
+    updated, said, began = ("".join(f.read_text() for f in tmp_path.glob(name)) for name in ("update", "said", "began"))
+    assert began.endswith("check_node.sh mended\n") == ((drained, role) == (OURS, "health"))
     assert updated.splitlines() == (["NodeName=node1", *update] if update else [])
     assert ("node1: there is no scontrol in " in said) == (drained is None)
