@@ -103,7 +103,7 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypa
 
 def test_a_job_keeps_its_name_when_it_is_restarted():
     assert was_restarted({"TORCHELASTIC_RESTART_COUNT": "2"}) and was_restarted({"SLURM_RESTART_COUNT": "1"})
-    assert not was_restarted({"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert not was_restarted({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": ""})
     assert job_name({}) == ""
     assert job_name({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}) == "7"
     assert job_name({"TORCHELASTIC_RUN_ID": "abc"}) == "abc"

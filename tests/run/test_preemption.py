@@ -14,7 +14,7 @@ from tests.processes import run_job
 from utils.distributed.ranks import run_ranks
 from utils.distributed.world import World
 from utils.run import preemption
-from utils.run.preemption import ONE_KEYSTROKE, SIGNALS, StopRequests
+from utils.run.preemption import SIGNALS, StopRequests
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def test_a_second_ctrl_c_stops_at_once(first, one_rank, set_clock, capfd, monkey
         assert not requests.poll()
         assert not interrupts(first)
         assert requests.poll()
-        set_clock(100 + ONE_KEYSTROKE)
+        set_clock(101)
         assert not interrupts(signal.SIGINT)
-        set_clock(100 + ONE_KEYSTROKE + 0.1)
+        set_clock(101.1)
         assert not interrupts(signal.SIGTERM) and not interrupts(signal.SIGUSR1)
         assert requests.name() == first.name
         assert interrupts(signal.SIGINT)
@@ -76,9 +76,9 @@ def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(set_clock, mon
     set_clock(100)
     with requests.listen():
         assert requests.poll()
-        set_clock(100 + ONE_KEYSTROKE / 2)
+        set_clock(100.5)
         assert not interrupts(signal.SIGINT)
-        set_clock(101 + ONE_KEYSTROKE)
+        set_clock(102)
         assert interrupts(signal.SIGINT)
 
 

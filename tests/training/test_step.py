@@ -107,7 +107,7 @@ def test_compile_without_a_compiler_is_refused(tiny, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"enable_compile needs a C\+\+ compiler, but no-such-compiler is not found"):
         plan_on(tiny(enable_compile=True))
-    assert not plan_on(auto, "cuda").compiled
+    assert not (plan := plan_on(auto, "cuda")).compiled and not plan.prefetched
 
 
 def test_the_measured_step_is_the_training_step(tiny, one_rank):
