@@ -31,6 +31,7 @@ def test_arguments_without_and_with_every_option():
     assert arguments.config == load_config(CIFAR100, "bs256-amp", ["lr=0.2"])  # the last wins
     assert (arguments.config.lr, arguments.config.enable_amp) == (0.2, True)
     assert (arguments.config_name, arguments.run_dir, arguments.resume) == ("bs256-amp", Path("runs/a"), "never")
+    assert [parse_arguments([f"--run-dir={name}"]).run_dir for name in (".", "..")] == [ROOT, ROOT.parent]
     assert arguments.dry_run
 
 
@@ -118,17 +119,14 @@ def test_a_file_of_the_tutorials_shape_is_read_unchanged(tmp_path, refused):
     assert message == f"error: {path}:3: unknown key 'momentun'. Did you mean 'momentum'?\n"
 
 
-ERRORS = [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["--set", "lr"], "--set lr: expected KEY=VALUE, for example --set lr=0.2"),
     (["--set", "lr="], f"--set lr=: lr has no value; {RATE}"),
     (["--set", "lrr=1"], "--set lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
     (["--config=bs256_amp"], "--config=bs256_amp: config/cifar100.yaml has no such block. Did you mean 'bs256-amp'?"),
     (["--confg=bs256"], "unrecognized arguments: --confg=bs256; --help lists the options"),
     (["--run-dir="], "argument --run-dir: is empty; is a variable of the command line not set?"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[" ".join(words)[:30] for words, _ in ERRORS])
+])  # fmt: skip
 def test_bad_usage_is_an_error_of_one_line(arguments, message, refused):
     # the last --config wins: a block with a warm-up unless the case names another
     assert refused("--config=bs2048-warmup-opt", *arguments).startswith("error: " + message)

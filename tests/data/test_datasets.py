@@ -17,7 +17,7 @@ from tests.tiny_shards import make_folders, write_image
 from tools import prepare_data
 from utils.config import Config, load_config
 from utils.data.datasets import dataset as datasets
-from utils.data.datasets import folders
+from utils.data.datasets import folders, image_files
 from utils.data.datasets.cifar import VERSIONS
 from utils.data.datasets.dataset import channel_statistics, load_dataset, match_classes
 from utils.distributed.world import World
@@ -126,12 +126,22 @@ def test_official_data(name, cifar_path):
         assert found == pytest.approx(computed, rel=1e-14)
 
 
-def test_mean_and_deviation_of_cifar100_are_settings():
+def test_published_constants_are_those_verified_with_the_official_data():
+    """`test_official_data` verifies them, but only where the data are: classes, files, fingerprints, statistics."""
+    digest = "34e44b82abb7e2ba78be835803417a86e29ea0e05ceeee3ce09f131b635da3ce"
+    assert hashlib.sha256(repr(VERSIONS).encode()).hexdigest() == digest
+
+
+def test_mean_and_deviation_of_cifar100_are_settings_and_synthetic_data_have_the_real_sizes():
     assert (VERSIONS["cifar100"].mean, VERSIONS["cifar100"].std) == (Config().cifar100_mean, Config().cifar100_std)
-    mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
-    settings = ["data_loader=synthetic", f"cifar100_mean={mean}", f"cifar100_std={std}"]
-    dataset = utils.data.build.find_dataset(load_config(CIFAR100, "bs128", settings), download=False)
-    assert (list(dataset.mean), list(dataset.std)) == (mean, std)
+    given = {"data_loader": "synthetic", "cifar100_mean": (0.1, 0.2, 0.3), "cifar100_std": (0.4, 0.5, 0.6)}
+    for name, expected in {
+        "cifar100": (given["cifar100_mean"], given["cifar100_std"], 50_000, 10_000),
+        "cifar10": (VERSIONS["cifar10"].mean, VERSIONS["cifar10"].std, 50_000, 10_000),
+        "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225), 1_281_167, 50_000),
+    }.items():
+        found = utils.data.build.find_dataset(Config(dataset=name, **given), download=False)
+        assert (found.mean, found.std, len(found.train.labels), len(found.valid.labels)) == expected
 
 
 def test_classes_are_matched_by_name_and_other_and_doubled_names_are_refused():
@@ -150,6 +160,7 @@ def test_statistics_are_exact_in_parts_and_a_constant_channel_has_deviation_1(mo
     images = np.random.default_rng(0).integers(0, 256, (50, 3, 9, 7), np.uint8)
     images[:, 1] = 128
     images[0, 1, 0, 0] = 129
+    images[:, 2] //= 50  # by more than one level
     monkeypatch.setattr(datasets, "LARGEST_PART", 1000)
     mean, std = channel_statistics(images)
     np.testing.assert_allclose(mean, images.mean((0, 2, 3)) / 255, rtol=1e-12)
@@ -190,10 +201,10 @@ def swap(one, other):
 
 CHANGES = {
     "classes swapped": lambda folder: swap(folder / "train/ant", folder / "train/bee"),
-    "two images swapped": lambda folder: swap(folder / "train/ant/1.bmp", folder / "train/bee/2.bmp"),
-    "renamed": lambda folder: (folder / "train/ant/0.bmp").rename(folder / "train/ant/9.bmp"),
+    "two images swapped": lambda folder: swap(folder / "train/ant/0.bmp", folder / "train/bee/3.bmp"),
+    "renamed": lambda folder: (folder / "train/ant/3.bmp").rename(folder / "train/ant/9.bmp"),
     "val halved": lambda folder: [(folder / "val" / name / "3.bmp").unlink() for name in ("ant", "bee")],
-    "rewritten": lambda folder: write_image(folder / "val/ant/0.bmp", 99, 17, 16),
+    "rewritten": lambda folder: write_image(folder / "val/ant/1.bmp", 99, 17, 16),
 }
 
 
@@ -206,7 +217,9 @@ def other(tmp_path):
 
 @pytest.mark.parametrize("shards", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_data_have_another_fingerprint(change, shards, other, tmp_path):
+def test_other_data_have_another_fingerprint(change, shards, other, tmp_path, monkeypatch):
+    """The bytes of half the images are part of it, and the names and sizes of all files."""
+    monkeypatch.setattr(image_files, "SAMPLED_IMAGES", 4)
     folder, config = other
 
     def find(number):
@@ -217,13 +230,14 @@ def test_other_data_have_another_fingerprint(change, shards, other, tmp_path):
     before = find(0)
     assert find(1) == before
     CHANGES[change](folder)
-    assert find(2) != before
+    assert (find(2) == before) is (shards and change == "renamed"), "shards keep the order of the names only"
 
 
 def test_labels_and_every_split_are_part_of_the_fingerprint():
-    images, labels = np.arange(8 * 3 * 64, dtype=np.uint8).reshape(8, 3, 8, 8), np.arange(8) % 2
+    images, labels = np.arange(600, dtype=np.uint8).repeat(3).reshape(600, 3, 1, 1), np.arange(600) % 2
     splits = datasets.ImageArrays(images, labels), datasets.ImageArrays(images, labels)
-    altered = datasets.ImageArrays(images, labels[::-1]), datasets.ImageArrays(images[::-1], labels)
+    last = np.concatenate([images[:-1], images[:1]])  # another image beyond the first 512
+    altered = datasets.ImageArrays(images, labels[::-1]), datasets.ImageArrays(last, labels)
     found = {datasets.fingerprint(*pair) for part in altered for pair in (splits, (part, splits[1]), (splits[0], part))}
     assert len(found) == 5
 

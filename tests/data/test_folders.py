@@ -5,6 +5,7 @@ import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from utils.data.config import AugmentationConfig
 from utils.data.datasets import image_files
 from utils.data.datasets.folders import find_images
 from utils.data.datasets.image_files import ImageFiles, cut_centre, spaced
-from utils.data.loader import report_unreadable
+from utils.data.loader import gather_unreadable, report_unreadable
 from utils.data.sampling import resized_crop_box, sample_augmentation
 from utils.distributed.world import World
 from utils.errors import ConfigError, DataError
@@ -141,7 +142,8 @@ def test_windows_have_the_area_and_aspect_ratio_of_torchvision():
     square = np.array([resized_crop_box(sampled, 1000, 1000)[2:] for sampled in crop])
     assert abs(np.log(square[:, 1] / square[:, 0]).mean()) < 6 / 6 / number**0.5
     # a window as wide as the image fits; if none fits, it is the largest central one
-    assert resized_crop_box(np.array([[0.42 / 0.92, 0.5, 0.9, 0.9]]), 200, 100) == (90, 0, 100, 100)
+    fits = [resized_crop_box(np.array([[0.42 / 0.92, 0.5, 0.9, 0.9]]), *size) for size in ((200, 100), (100, 200))]
+    assert fits == [(90, 0, 100, 100), (0, 90, 100, 100)]
     assert [resized_crop_box(crop[0], *size) for size in ((10, 400), (400, 9))] == [(0, 193, 10, 13), (194, 0, 12, 9)]
 
 
@@ -189,6 +191,8 @@ def test_unreadable_images_are_named_listed_and_skipped(backend, config, folders
     assert "train/ant/1.JPEG and 2 more" in line and str(listed) in line
     assert [row.split("\t")[0] for row in listed.read_text().splitlines()] == names
     assert report_unreadable(one_rank, built.every(), tmp_path) == []  # nothing new
+    two = SimpleNamespace(all_gather=lambda found: [found, {"x": "cut"}])
+    assert gather_unreadable(two, built.valid) == built.valid.unreadable | {"x": "cut"}
 
 
 def many_files(count, bad, label_of=lambda index: 0):
@@ -278,23 +282,18 @@ def test_the_size_is_the_median_of_a_sample(config, folders, tmp_path):
     assert f"image_size: {median}, the median of 25 training images' shorter sides, which are 1 to" in built.notes[0]
 
 
-def link_back_to_each_other(data):
-    (data / "train/ant/link").symlink_to("../cat")
-    (data / "train/cat/link").symlink_to("../ant")
+LINKS = (("ant", "cat"), ("cat", "ant"))
 
 
-DAMAGES = [
+@pytest.mark.parametrize(("damage", "message"), [
     (lambda data: [path.unlink() for path in (data / "train/ant").iterdir()], "train/ant: class folder without images"),
     (lambda data: shutil.rmtree(data / "val"), "val: cannot be read: No such file"),
     (lambda data: shutil.rmtree(data / "val/cat"), "expected ones, for example 'cat'"),
     (lambda data: shutil.rmtree(data / "train/cat"), "expected ones, for example 'cat'"),
     (lambda data: (data / "train/cat/link").symlink_to(".."), "links back to"),
-    (link_back_to_each_other, "train/ant/link/link: links back to"),
+    (lambda data: [(data / f"train/{a}/x").symlink_to(f"../{b}") for a, b in LINKS], "train/ant/x/x: links back to"),
     (lambda data: [path.write_text("no image") for path in data.glob("val/*/*")], "not one image can be read"),
-]
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+])  # fmt: skip
 def test_wrong_folders_are_named(damage, message, config, copy, tmp_path, capsys):
     damage(copy)
     chosen = config("imagefolder", data_path=copy)

@@ -303,6 +303,8 @@ def test_synthetic_needs_no_files_and_keeps_one_batch(tiny, tmp_path):
     assert len(loader) == 50_000 // config.batch_size and images.data_ptr() == images_again.data_ptr()
     assert torch.equal(labels, labels_again) and len(labels.unique()) > 10
     assert abs(images.mean()) < 0.5 and images.std() > 0.5
+    limits = {"limit_train_batches": 7, "profiling_iters_per_epoch": 5, "enable_profiling": True}
+    assert len(build_data(config.model_copy(update=limits)).train) == 5
 
 
 def test_missing_dali_is_an_error_with_the_command_that_installs_it(tiny, tmp_path, monkeypatch, capsys):

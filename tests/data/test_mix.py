@@ -19,7 +19,6 @@ CONFIGS = {
     "all": AugmentationConfig(num_classes=CLASSES, cutout_size=5, mixup_alpha=0.4, cutmix_alpha=1.0),
 }
 
-
 _noise = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(NUM_IMAGES, 3, SIZE, SIZE, generator=_noise)
 LABELS = torch.randint(0, CLASSES, (NUM_IMAGES,), generator=_noise)

@@ -92,23 +92,18 @@ def alter(folder, extension):
     change_byte(folder / SHARD, place)
 
 
-DAMAGES = {
-    "index gone": (lambda folder: (folder / INDEX_FILE).unlink(), "python -m tools.prepare_data --shards"),
-    "index truncated": (lambda folder: os.truncate(folder / INDEX_FILE, 1500), "shards.index: damaged, or of"),
-    "classes renamed": (lambda folder: (folder / "classes.json").write_text("[]"), "classes.json has changed since"),
-    "shard missing": (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: no bytes, expected"),
-    "shard truncated": (lambda folder: os.truncate(folder / SHARD, 9000), f"{SHARD}: 9000 bytes, expected"),
-    "shard added": (lambda folder: shutil.copy(folder / SHARD, folder / "val/x.tar"), "bytes, expected no from"),
-    "shard altered": (lambda folder: alter(folder, ".cls"), "the bytes differ from the indexed ones"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_ends_the_run_in_one_line(damage, copied, config, tmp_path, capsys):
-    break_it, message = DAMAGES[damage]
-    break_it(copied)
-    workers = int("shard" in damage)
-    chosen = config(copied, num_data_workers=workers, batch_size=24, rnd_resized_crop=False, max_epochs=1)
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda folder: (folder / INDEX_FILE).unlink(), "python -m tools.prepare_data --shards"),
+    (lambda folder: os.truncate(folder / INDEX_FILE, 1500), "shards.index: damaged, or of"),
+    (lambda folder: (folder / "classes.json").write_text("[]"), "classes.json has changed since"),
+    (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: no bytes, expected"),
+    (lambda folder: os.truncate(folder / SHARD, 9000), f"{SHARD}: 9000 bytes, expected"),
+    (lambda folder: shutil.copy(folder / SHARD, folder / "val/x.tar"), "bytes, expected no from"),
+    (lambda folder: alter(folder, ".cls"), "the bytes differ from the indexed ones"),
+])  # fmt: skip
+def test_damage_ends_the_run_in_one_line(damage, message, copied, config, tmp_path, capsys):
+    damage(copied)
+    chosen = config(copied, num_data_workers=1, batch_size=24, rnd_resized_crop=False, max_epochs=1)
     assert main(Arguments(chosen, "default", tmp_path / "run", "auto", dry_run=False)) == 3
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error

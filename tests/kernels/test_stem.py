@@ -43,4 +43,4 @@ def test_any_first_convolution_is_padded_and_its_absence_an_error():
     torch.testing.assert_close(nested(images), expected)
     assert isinstance(nested[0][0], ChannelPaddedConv2d) and type(nested[1]) is nn.Conv2d
     with pytest.raises(ConfigError, match="stem_channels 4: the network has no plain convolution of 3 channels; use 3"):
-        pad_stem(nn.Linear(3, 4), 4)
+        pad_stem(nn.Sequential(nn.Linear(3, 4), nn.Conv2d(3, 6, 3, groups=3)), 4)

@@ -18,7 +18,8 @@ from models import build_model
     ("airbench96", "7x7", 10, 4_118_698),  # counted in the same way
     ("vgg16", "7x7", 10, 14_719_818),  # torchvision's convolutions and one linear layer
     ("vgg16_bn", "7x7", 10, 14_728_266),  # as in pytorch-cifar
-    ("resnet50", "imagenet", 1000, 25_557_032),  # these and the following: torchvision's documentation
+    ("vgg16", "imagenet", 1000, 138_357_544),  # this and the following: torchvision's documentation
+    ("resnet50", "imagenet", 1000, 25_557_032),
     ("alexnet", "imagenet", 1000, 61_100_840),
 ])  # fmt: skip
 def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
@@ -28,9 +29,10 @@ def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
     assert sum(parameter.numel() for parameter in built.parameters()) == parameters
 
 
-@pytest.mark.parametrize("model", ["resnet18", "resnet50", "resnet8", "resnet9", "airbench", "airbench96", "vgg16"])
-def test_a_gradient_step_lowers_the_loss_of_every_network(tiny, model):
-    """All parameters have a gradient: no part of the network is unused."""
+@pytest.mark.parametrize(("model", "squares"), [("resnet18", 707), ("resnet50", 255_850), ("resnet8", 4.53),
+    ("resnet9", 27.5), ("airbench", 7.01), ("airbench96", 14.0), ("vgg16", 3.45)])  # fmt: skip
+def test_a_gradient_step_lowers_the_loss_of_every_network(tiny, model, squares):
+    """All parameters have a gradient: no part is unused. Its size tells the initialisation, layers and factors."""
     torch.manual_seed(0)
     built, images, labels = build_model(tiny(model=model)), torch.randn(4, 3, 32, 32), torch.arange(4)
     parameters = list(built.parameters())
@@ -38,6 +40,7 @@ def test_a_gradient_step_lowers_the_loss_of_every_network(tiny, model):
     gradients = torch.autograd.grad(before, parameters)
     assert all(gradient.any() for gradient in gradients)
     length = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+    assert length.item() == pytest.approx(squares, rel=0.05)
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.sub_(0.01 * gradient / length)  # lowers a linear loss by 0.01

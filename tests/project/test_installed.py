@@ -30,7 +30,7 @@ def tracked(*patterns):
     return {Path(name) for name in listed if (ROOT / name).exists()}
 
 
-def test_help_needs_no_torch_and_an_unknown_command_is_an_error():
+def test_help_needs_no_torch_and_only_a_known_command_runs_whatever_the_working_directory_holds(tmp_path):
     command = [sys.executable, "-X", "importtime", str(ROOT)]
     how = {"capture_output": True, "text": True, "timeout": 60}
     answer = subprocess.run([*command, "--help"], check=True, **how)
@@ -40,6 +40,10 @@ def test_help_needs_no_torch_and_an_unknown_command_is_an_error():
     wrong = subprocess.run([sys.executable, str(ROOT), "trian"], check=False, **how)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: no such command: trian; expected one of: train, ")
+    (tmp_path / "utils.py").write_text("raise SystemExit('the wrong module')\n")
+    program = f"import runpy; runpy.run_path({str(ROOT / '__main__.py')!r}, run_name='__main__')"
+    known = [sys.executable, "-c", program, "train", "--explain", "lr"]  # -c searches the working directory first
+    assert subprocess.run(known, cwd=tmp_path, check=True, **how).stdout.startswith("lr (optimizer)")
 
 
 @pytest.fixture(scope="module")

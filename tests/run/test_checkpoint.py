@@ -219,7 +219,7 @@ def test_random_states_are_restored():
         return [(random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()) for _ in range(2)]
 
     assert len({seeds.seed_of(*place) for place in np.ndindex(3, 3, 3)}) == 27  # (seed, rank, step)
-    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    random.seed(1), np.random.seed(2), torch.manual_seed(3), np.random.randn()  # which draws two numbers at once
     saved = torch.load(io.BytesIO(encode({"random": seeds.random_state()})), weights_only=True)["random"]
     samples = sample()
     seeds.restore_random_state(saved)
@@ -258,6 +258,7 @@ def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, t
 
     def save(folder, state, keep, *, is_best):
         save_checkpoint(folder, state, keep, is_best=is_best)
+        assert folder.stat().st_ino in durable, "the new name would be lost"
         lines = metrics.read_bytes()[: durable.get(metrics.stat().st_ino, 0)].splitlines()
         found.append((state["step"], [row["epoch"] for row in map(json.loads, lines) if row["kind"] == "epoch"]))
 

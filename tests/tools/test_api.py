@@ -60,6 +60,8 @@ def test_the_same_call_resumes_an_interrupted_run(run, tmp_path, monkeypatch):
         api.train("quickstart", run_dir=tmp_path / "run", **SHORT)
     assert handlers == [signal.getsignal(number) for number in SIGNALS]
     assert computed(api.train("quickstart", run_dir=tmp_path / "run", **SHORT)) == computed(run)
+    longer = api.train("quickstart", run_dir=tmp_path / "run", resume=tmp_path / "run", **SHORT | {"max_epochs": 3})
+    assert longer.metrics["last_acc1"] == longer.epochs[-1]["acc1/valid"] and longer.epochs[-1]["epoch"] == 3
 
 
 def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path):
@@ -70,13 +72,15 @@ def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path):
 
 
 def test_load_gives_the_predictions_of_the_command(run, one_rank, tmp_path):
-    model, names, transform = api.load(run.folder)
+    with pytest.warns(UserWarning, match="deterministic: the same bits in every run"):
+        model, names, transform = api.load(run.folder, deterministic=True, test_time_views=2)
     dataset = load_dataset("shapes", tmp_path, download=False)
     chosen = spread_over_classes(np.arange(2_000), 100)
     pictures = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in dataset.valid.images[chosen]]
     with torch.no_grad():
         probabilities = model(torch.stack([transform(picture) for picture in pictures])).double().softmax(1)
-    (_, _, expected, _), _ = predict(open_trained(run.folder, ["limit_valid_batches=1"]), [], one_rank)  # 100 images
+    settings = ["limit_valid_batches=1", "test_time_views=2"]  # 100 images
+    (_, _, expected, _), _ = predict(open_trained(run.folder, settings), [], one_rank)
     assert not model.training and names == list(dataset.class_names)
     torch.testing.assert_close(probabilities, torch.from_numpy(expected), rtol=0, atol=0)
     assert transform(pictures[0].resize((80, 50)).convert("L")).shape == (3, 32, 32)

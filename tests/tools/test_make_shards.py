@@ -5,6 +5,7 @@ import os
 import shutil
 import tarfile
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,8 +40,14 @@ def test_shards_hold_every_file_once_and_unchanged(folders, packed):
     assert all(len(set(images["label"][images["shard"] == shard])) > 1 for shard in range(5)), "classes are mixed"
 
 
-def test_equal_folders_give_equal_shards(folders, packed, tmp_path):
+def test_equal_folders_give_equal_shards(folders, packed, tmp_path, monkeypatch):
+    """They are on the disk before the folder appears."""
+    flushed, rename = [], Path.rename
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(Path(f"/proc/self/fd/{file}").readlink().name))
+    monkeypatch.setattr(Path, "rename", lambda path, target: (flushed.append("renamed"), rename(path, target)))
     assert prepare_data.main([f"--shards={tmp_path / 'again'}", f"--from={folders}", "--images_per_shard=5"]) == 0
+    names = {path.name for path in packed.rglob("*") if path.name != INDEX_FILE}
+    assert names <= {*(before := flushed[: flushed.index("renamed")])} and any(INDEX_FILE in name for name in before)
     for path in (packed / "train").iterdir():
         assert path.read_bytes() == (tmp_path / "again/train" / path.name).read_bytes()
 
@@ -105,22 +112,18 @@ def cut_between_members(path):
     os.truncate(path, end)
 
 
-TAR_DAMAGES = {
-    "cut between members": (cut_between_members, "does not end as a tar file does"),
-    "compressed": (lambda path: path.write_bytes(gzip.compress(path.read_bytes())), "cannot be read as a tar file"),
-    "no label": (lambda path: rewrite(path, lambda rows: rows.pop(1)), "has no cls"),
-    "no image": (lambda path: rewrite(path, lambda rows: rows.pop(0)), "has no image"),
-    "twice": (lambda path: rewrite(path, lambda rows: rows.append(rows[0])), "is a second image of its key"),
-    "copied": (lambda path: shutil.copy(path, path.with_name("z.tar")), "is also in z.tar; remove the copy"),
-    "no number": (lambda path: rewrite(path, lambda rows: rows.insert(1, (rows.pop(1)[0], b"-1"))), "holds b'-1'"),
-}
-
-
-@pytest.mark.parametrize("damage", TAR_DAMAGES)
-def test_shards_that_cannot_be_indexed_are_named(damage, copied, capsys):
-    break_it, message = TAR_DAMAGES[damage]
+@pytest.mark.parametrize(("damage", "message"), [
+    (cut_between_members, "does not end as a tar file does"),
+    (lambda path: path.write_bytes(gzip.compress(path.read_bytes())), "cannot be read as a tar file"),
+    (lambda path: rewrite(path, lambda rows: rows.pop(1)), "has no cls"),
+    (lambda path: rewrite(path, lambda rows: rows.pop(0)), "has no image"),
+    (lambda path: rewrite(path, lambda rows: rows.append(rows[0])), "is a second image of its key"),
+    (lambda path: shutil.copy(path, path.with_name("z.tar")), "is also in z.tar; remove the copy"),
+    (lambda path: rewrite(path, lambda rows: rows.insert(1, (rows.pop(1)[0], b"-1"))), "holds b'-1'"),
+])  # fmt: skip
+def test_shards_that_cannot_be_indexed_are_named(damage, message, copied, capsys):
     before = (copied / INDEX_FILE).read_bytes()
-    break_it(copied / "train/shard-000002.tar")
+    damage(copied / "train/shard-000002.tar")
     assert prepare_data.main([f"--shards={copied}"]) == 3
     error = capsys.readouterr().err
     assert "train/shard-000002.tar" in error and message in error and error.count("\n") == 1
@@ -133,10 +136,11 @@ def test_files_and_members_that_are_not_used_are_counted_and_named(copied, capsy
         rows[3][0].name, rows[3][0].type = "folder", tarfile.DIRTYPE
 
     rewrite(copied / "train/shard-000002.tar", rename)
-    (copied / "train/more.tar.gz").touch()
+    for name in ("more.tar.gz", "._hidden.tar"):
+        (copied / "train" / name).touch()
     assert prepare_data.main([f"--shards={copied}"]) == 0
     printed = capsys.readouterr().out
-    for words in ("22 and 15 images", "4 files or members not used, such as shard-000002.tar:2.0_a.jpg"):
+    for words in ("22 and 15 images", "5 files or members not used, such as shard-000002.tar:2.0_a.jpg"):
         assert words in printed
 
 

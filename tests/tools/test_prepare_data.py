@@ -11,11 +11,6 @@ from tools import prepare_data
 from utils.data.datasets.dataset import load_dataset
 
 
-@pytest.fixture(params=("cifar10", "cifar100"))
-def tiny(request, monkeypatch):
-    return make_tiny_cifar(request.param, monkeypatch)
-
-
 @pytest.fixture
 def tiny100(monkeypatch):
     return make_tiny_cifar("cifar100", monkeypatch)
@@ -45,7 +40,9 @@ def assert_nothing_written(data_path):
     assert [path.name for path in data_path.glob("*") if path.name != ".cifar100.lock"] == []
 
 
-def test_an_official_archive_is_unpacked_and_verified(tiny, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_an_official_archive_is_unpacked_and_verified(name, tmp_path, monkeypatch, capsys):
+    tiny = make_tiny_cifar(name, monkeypatch)
     version, source, data_path = tiny.version, tmp_path / "no ending", tmp_path / "new" / "data"
     source.write_bytes(tiny.archive)
     for when in ("now", "already"):

@@ -82,6 +82,7 @@ branches = lambda num_classes: Branches(3072, num_classes)
 viewed = lambda num_classes: Viewed(3072, num_classes)
 fails = lambda num_classes: nn.Linear(num_classes, [][0])
 few = lambda num_classes: nn.Sequential(*network(num_classes)[:-1], nn.BatchNorm1d(8), nn.Linear(8, num_classes))
+leaves = lambda num_classes: exit(3)
 no_head = lambda num_classes: nn.Conv2d(3, 8, 3)
 late = lambda num_classes: Counts(None, *network(num_classes))
 
@@ -92,7 +93,7 @@ def arrays(data_path, seed=0, count=400):
     return {
         "train": (images[:300, ::-1], labels[:300]),
         "valid": (torch.from_numpy(images[300:]), labels[300:].tolist()),
-        "class_names": ["a\\n", "b", "c", "d"],
+        "class_names": ["a\\n", "b", "c", "d"], "std": (0.3, 0.3, 0.3),
     }
 
 def files(data_path):
@@ -139,12 +140,14 @@ def code(tmp_path, monkeypatch):
 def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, code):
     source = "from models import *\n"
     source += "network = lambda num_classes: build_model(ModelConfig(model='resnet8', num_classes=num_classes))"
-    (code / "same.py").write_text(source)
-    names = "resnet8", "same:network"
+    (code / "same").mkdir()
+    (code / "same/net.py").write_text(source)
+    names = "resnet8", "same.net:network"
     learners = [run(tiny(model=name, max_epochs=1), one_rank, tmp_path / name).learner for name in names]
     assert all(map(torch.equal, *(learner.model.parameters() for learner in learners)))
-    environment = json.loads((tmp_path / "same:network/environment.json").read_text())
-    assert list(environment["own_code"]) == [str(code / "same.py")]
+    environment = json.loads((tmp_path / "same.net:network/environment.json").read_text())
+    assert list(environment["own_code"]) == [str(code / "same/net.py")]
+    assert sys.path[-1] == str(code), "a file there would shadow a library"
 
 
 @pytest.mark.parametrize("changes", [
@@ -187,7 +190,9 @@ def test_checks_do_not_change_a_network_whose_buffer_is_assigned(tiny, one_rank,
 
 SMALL_FIRST = {"progressive_image_sizes": [[8, 0.5]]}
 NO_TIMM = r'timm cannot be imported .*pip install "\.\[timm\]"'
-REFUSED = [  # the model or the optimizer, other settings, the message
+
+
+@pytest.mark.parametrize(("model", "changes", "message"), [  # the model or the optimizer, other settings, the message
     ("of_mine:viewed", {"enable_nhwc": True}, r"\[2, 3, 32, 32\]: RuntimeError: view .*\n{file}:\d+: return super\(\)"),
     ("of_mine:viewed", SMALL_FIRST, r"\[2, 3, 8, 8\] in training: .*\n{file}:\d+: "),
     ("of_mine:few", {"micro_batch_size": 1}, r"\[1, 3, 32, 32\] in training: ValueError: "),
@@ -196,16 +201,14 @@ REFUSED = [  # the model or the optimizer, other settings, the message
     ("of_mine:late", {}, r"its buffer mean is None at first and \[\] after training; give it its final shape"),
     ("of_mine:unsaved", {}, "its buffer mean is not saved, but changes; use no persistent=False"),
     ("of_mine:fails", {}, r"IndexError: list index out of range\n{file}:\d+: fails = lambda"),
+    ("of_mine:leaves", {}, r"SystemExit: 3\n{file}:\d+: leaves = lambda"),
     ("of_mine:no_head", {}, r"turns images \[2, 3, 32, 32\] into \[2, 8, 30, 30\]; expected logits \[2, 10\]"),
     ("nowhere:network", {}, r"is not on Python's path or in {folder}, .*: No module named 'nowhere'"),
     ("broken:network", {}, r"cannot be imported: Syntax.*\n{folder}/broken.py:2: def network\(:"),
     ("timm:resnet18", {}, NO_TIMM),
     ("", {"optimizer": "of_mine:no_optimizer"}, "returned a float; expected a torch.optim.Optimizer"),
     ("", {"optimizer": "timm:lamb"}, NO_TIMM),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "changes", "message"), REFUSED)
+])  # fmt: skip
 def test_what_fails_in_training_is_found_at_the_start(tiny, one_rank, code, monkeypatch, model, changes, message):
     """With the user's line, and before the folder is made."""
     for name in ("timm", "timm.optim"):
@@ -268,6 +271,7 @@ def test_every_loader_takes_own_data(tiny, one_rank, code, loader, function):
     loaders = build_loaders(config, open_dataset(config, one_rank), one_rank)
     side = 20 if function == "arrays" else 16
     assert next(iter(loaders.train))[0].shape[1:] == (3, 16, side)
+    assert loaders.valid.normalise.std == ((0.3,) * 3 if function == "arrays" else (0.2,) * 3)
     labels = torch.cat([batch for _, batch in loaders.valid])
     expected = np.asarray(sys.modules["of_mine"].arrays(code, count=400 if function == "arrays" else 320)["valid"][1])
     if loader != "synthetic":
@@ -287,17 +291,14 @@ def split(name, images=lambda x: x, labels=lambda y: y):
     return lambda data: data | {name: (images(np.asarray(data[name][0])), labels(np.asarray(data[name][1])))}
 
 
-REFUSED_DATA = [
+@pytest.mark.parametrize(("spoil", "message"), [
     (lambda _: None, "returned None; expected a dict with the keys train, valid, class_names"),
     (split("train", images=lambda x: x / 255), r"train: images are float64 \[300, 3, 16, 20\]; expected uint8"),
     (split("valid", images=lambda x: x[:, :, :8]), "train and valid differ; expected"),
     (split("train", labels=lambda y: y + 1), "train: labels range from 1 to 4; class_names has 4 names"),
     (split("train", labels=lambda y: y % 3), "class 'd' has validation images only"),
     (lambda data: data | {"std": (0, 0.5, 0.5)}, "std: is .*; expected three numbers from 0 to 1, above 0 for std"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("spoil", "message"), REFUSED_DATA, ids=[message[:40] for _, message in REFUSED_DATA])
+])  # fmt: skip
 def test_data_that_cannot_be_trained_on_is_named(tiny, monkeypatch, code, spoil, message):
     config = tiny(**OWN)
     good = find_dataset(config, download=False) and sys.modules["of_mine"].arrays(code)
