@@ -83,21 +83,18 @@ def test_named_blocks_equal_the_tutorials(name):
     assert config.micro_batch_size == (128 if split else None)
 
 
-RECIPES = {  # (lr, momentum, weight decay, label smoothing, epochs, warm-up epochs)
+@pytest.mark.parametrize(("place", "values"), {  # (lr, momentum, weight decay, label smoothing, epochs, warm-up epochs)
     "cifar100.yaml#record-75-strict": (0.02, 0.85, 0.2, 0.1, 18, 1),
     "cifar100.yaml#record-75-bs2048": (0.04, 0.85, 0.4, 0.1, 26, 2),
     "cifar100.yaml#cifar100-cpu": (0.056, 0.75, 0.07, 0.2, 7, 1),
     "cifar10.yaml#cifar10-94-cpu": (0.03, 0.95, 0.05, 0.2, 12, 3),
     "cifar10.yaml#resnet50-o0": (0.1, 0.9, 1e-4, 0.0, 50, 5),
-}
-
-
-@pytest.mark.parametrize("place", RECIPES)
-def test_the_recipes_of_published_results_are_unchanged(place):
+}.items())  # fmt: skip
+def test_the_recipes_of_published_results_are_unchanged(place, values):
     file, block = place.split("#")
     config = load_config(ROOT / "config" / file, block)
     keys = ("lr", "momentum", "weight_decay", "label_smoothing", "max_epochs", "lr_warmup_epochs")
-    assert tuple(getattr(config, key) for key in keys) == RECIPES[place]
+    assert tuple(getattr(config, key) for key in keys) == values
 
 
 @pytest.mark.parametrize(("key", "text", "value"), [

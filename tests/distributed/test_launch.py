@@ -141,7 +141,9 @@ def test_a_rank_has_as_many_threads_as_cores(monkeypatch, ranks, cores, variable
 
 
 OWN, V1 = "0::/pod/own\n", "5:cpu,cpuacct:/pod/own\n4:memory:/pod/own\n0::/pod/own\n"
-LIMITS = {  # content of /proc/self/cgroup, files in /sys/fs/cgroup, cores, bytes
+
+
+@pytest.mark.parametrize(("name", "limits"), {  # content of /proc/self/cgroup, files in /sys/fs/cgroup, cores, bytes
     "v2": (OWN, {"pod/own/cpu.max": "150000 100000", "pod/own/memory.max": "1000"}, 1.5, 1000),
     "v2, parents": (OWN, {"pod/own/cpu.max": "4 1", "pod/cpu.max": "2 1", "cpu.max": "3 1", "memory.max": "7"}, 2, 7),
     "v2, none": (OWN, {"pod/own/cpu.max": "max 100000", "pod/own/memory.max": "max"}, inf, inf),
@@ -152,12 +154,9 @@ LIMITS = {  # content of /proc/self/cgroup, files in /sys/fs/cgroup, cores, byte
     "malformed": (OWN, {"pod/own/cpu.max": "wide", "pod/cpu.max": "1 0", "pod/own/memory.max": ""}, inf, inf),
     "another program's": ("no line\n", {"pod/own/cpu.max": "1 1"}, inf, inf),
     "missing": (None, {"pod/own/cpu.max": "1 1"}, inf, inf),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", LIMITS)
-def test_the_smallest_limit_of_the_cgroups_counts(name, tmp_path):
-    own, files, cores, memory = LIMITS[name]
+}.items())  # fmt: skip
+def test_the_smallest_limit_of_the_cgroups_counts(name, limits, tmp_path):
+    own, files, cores, memory = limits
     files = {f"sys/fs/cgroup/{path}": text for path, text in files.items()} | {"proc/self/cgroup": own}
     for path, text in files.items():
         if text is not None:

@@ -77,10 +77,8 @@ def test_each_pod_starts_its_ranks(tmp_path):
     assert started == [f"{rank} {rank % 2} 4 train.py --config=a --set b=c  d\n" for rank in range(4)]
 
 
-ENDS = [("exit 2", 2), ("((RANK < 1)) || exit 3", 3), ("kill -9 $$", 137), ("exit $((1 + 2 * RANK))", 3)]
-
-
-@pytest.mark.parametrize(("action", "status"), ENDS)
+@pytest.mark.parametrize(("action", "status"), [("exit 2", 2), ("((RANK < 1)) || exit 3", 3), ("kill -9 $$", 137),
+    ("exit $((1 + 2 * RANK))", 3)])  # fmt: skip
 def test_pod_exits_with_the_trainings_status(tmp_path, action, status):
     fake_command(tmp_path, action)
     assert Pods(tmp_path, 1, 2).wait() == [status]

@@ -57,17 +57,16 @@ def test_a_command_ends_with_a_line_and_a_status(line, status, message):
     assert ("Traceback" in process.stderr) is (process.stderr != message) is (message[:5] not in ("error", "inter"))
 
 
-ANSWERS = {
+@pytest.mark.parametrize(("name", "answer"), {
     "a tool": command("print('x' * 2**20)"),
     "--list-configs": [sys.executable, "train.py", "--list-configs"],
     "the commands": [sys.executable, "__main__.py"],
     "evaluate": [sys.executable, "-m", "tools.evaluate"],  # prints on the main rank
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if_the_disk_is_full(name, finished):
-    answer = ANSWERS[name] + [str(finished)] * (name == "evaluate")
+}.items())  # fmt: skip
+def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if_the_disk_is_full(
+    name, answer, finished
+):
+    answer = answer + [str(finished)] * (name == "evaluate")
     reader, writer = os.pipe()
     os.close(reader)
     with open("/dev/full", "w") as full:
