@@ -282,16 +282,14 @@ def test_the_size_is_the_median_of_a_sample(config, folders, tmp_path):
     assert f"image_size: {median}, the median of 25 training images' shorter sides, which are 1 to" in built.notes[0]
 
 
-LINKS = (("ant", "cat"), ("cat", "ant"))
-
-
 @pytest.mark.parametrize(("damage", "message"), [
     (lambda data: [path.unlink() for path in (data / "train/ant").iterdir()], "train/ant: class folder without images"),
     (lambda data: shutil.rmtree(data / "val"), "val: cannot be read: No such file"),
     (lambda data: shutil.rmtree(data / "val/cat"), "expected ones, for example 'cat'"),
     (lambda data: shutil.rmtree(data / "train/cat"), "expected ones, for example 'cat'"),
     (lambda data: (data / "train/cat/link").symlink_to(".."), "links back to"),
-    (lambda data: [(data / f"train/{a}/x").symlink_to(f"../{b}") for a, b in LINKS], "train/ant/x/x: links back to"),
+    (lambda data: [(data / f"train/{a}/x").symlink_to(f"../{b}") for a, b in (("ant", "cat"), ("cat", "ant"))],
+     "train/ant/x/x: links back to"),
     (lambda data: [path.write_text("no image") for path in data.glob("val/*/*")], "not one image can be read"),
 ])  # fmt: skip
 def test_wrong_folders_are_named(damage, message, config, copy, tmp_path, capsys):

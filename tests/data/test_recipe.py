@@ -160,7 +160,6 @@ BF16 = PARALLEL | {"amp_dtype": "bf16"}
     ({"cpu_kernels": ["keep_memory", "weight_products"]} | EAGER, "weight_products.* is for eager steps"),
     ({"fuse_norm_relu": True, "enable_nhwc": True, "enable_sync_bn": True}, "no BatchNorm over all ranks"),
     ({"width": 2, "model": "resnet18"}, "width 2 is for resnet8, .*; model resnet18 needs 1"),
-    ({"zero_init_residual": True}, "zero_init_residual is for resnet18, .*; model resnet8 needs false"),
     ({"image_size": 16}, "image_size is for image files; the images of shapes have 32 pixels, so use null"),
     ({"model": "alexnet"}, "stem 7x7 is not for model alexnet; expected imagenet"),
     ({"dataset": "cifar10", "data_loader": "synthetic", "holdout_images": 10}, "synthetic reads no images"),

@@ -273,16 +273,15 @@ def run_with_a_faulty_worker(folder, killed):
 NAN = "error: .*the loss stopped being a finite number in epoch 1, iteration 2,.*\n.*usual remedies.*"
 RAISED = r"error: rank 1: a loader worker failed: ZeroDivisionError: the sixth batch \(File .*"
 KILLED = r"error: rank 1: a loader worker was killed, as the kernel does when host memory or /dev/shm runs out.*\n"
-FAILURES = {  # status, all lines on stderr, the place of the newest checkpoint
+
+
+@pytest.mark.parametrize(("name", "failure"), {  # status, all lines on stderr, the place of the newest checkpoint
     "nan": (run_with_nan, (), 1, NAN, {"batch": 2}),
     "failed worker": (run_with_a_faulty_worker, (False,), 1, RAISED, {"epoch": 1}),
     "killed worker": (run_with_a_faulty_worker, (True,), 1, f"{KILLED}.*fewer num_data_workers.*", {"epoch": 1}),
-}
-
-
-@pytest.mark.parametrize("name", FAILURES)
-def test_a_failure_on_one_rank_ends_both_and_is_printed_once(tmp_path, name):
-    function, arguments, status, lines, place = FAILURES[name]
+}.items())  # fmt: skip
+def test_a_failure_on_one_rank_ends_both_and_is_printed_once(tmp_path, name, failure):
+    function, arguments, status, lines, place = failure
     ended = run_job(tmp_path / "job", 2, function, tmp_path / "run", *arguments)
     assert [process.status for process in ended] == [status, status]
     found = "\n".join(complaints(ended))

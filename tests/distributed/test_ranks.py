@@ -192,7 +192,16 @@ DISK, NCCL = DataError("the disk is gone\nbuy another"), "x.cpp:3, unhandled sys
 FULL = dist.DistBackendError(f"NCCL error in: {NCCL}\n\nLast error:\nno space left\n")
 TRACE = r"Traceback .*\n(?: .*\n)+ValueError: what is this\nerror: rank 1: ValueError: what is this"
 GONE = r"error: rank {}: the disk is gone\nbuy another"
-ENDS = {  # what every rank calls; its arguments; exit statuses; all lines printed
+
+
+def check_ends(ended, statuses, lines):
+    """Check the ranks' exit statuses, and all lines that they print."""
+    assert [one.status for one in ended] == statuses, ended
+    found = "\n".join(complaints(ended))
+    assert re.fullmatch(lines, found), found
+
+
+@pytest.mark.parametrize(("name", "ends"), {  # what every rank calls; its arguments; exit statuses; all lines printed
     "failed 0": (play, ("fail", 0, DISK), [3, 3, 3], GONE.format(0)),
     "failed 1, the others wait in C": (play, ("fail", 1, DISK, True), [3, 3, 3], GONE.format(1)),
     "unforeseen": (play, ("fail", 1, ValueError("what is this")), [1, 1, 1], TRACE),
@@ -209,19 +218,9 @@ ENDS = {  # what every rank calls; its arguments; exit statuses; all lines print
     "bad setting": (start_training, ("--set=batch_size=none",), [2, 2], '.*batch_size is "none".*'),
     # the other rank waits for it
     "one without GPU": (choose_cuda_on, (1,), [2, 2], ".*error: rank 1: device: cuda was asked for.*"),
-}  # fmt: skip
-
-
-def check_ends(ended, statuses, lines):
-    """Check the ranks' exit statuses, and all lines that they print."""
-    assert [one.status for one in ended] == statuses, ended
-    found = "\n".join(complaints(ended))
-    assert re.fullmatch(lines, found), found
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_all_ranks_end_with_one_message_printed_once(tmp_path, name):
-    function, arguments, statuses, lines = ENDS[name]
+}.items())  # fmt: skip
+def test_all_ranks_end_with_one_message_printed_once(tmp_path, name, ends):
+    function, arguments, statuses, lines = ends
     variables = {"CUDA_VISIBLE_DEVICES": "", "TRAIN_EXIT_STATUS_FILE": str(tmp_path / "status")}
     check_ends(run_job(tmp_path, len(statuses), function, *arguments, **variables), statuses, lines)
     report = tmp_path / "status"
@@ -258,7 +257,9 @@ def test_a_failure_of_the_main_process_is_not_blamed_on_another(tmp_path):
 # ---- start
 
 NOWHERE = ALONE | {"MASTER_ADDR": "nowhere.invalid"}
-STARTS = {  # ranks that start; their number, variables and timeout; exit status; lines printed
+
+
+@pytest.mark.parametrize(("name", "starts"), {  # ranks, their number, variables, timeout; status; lines
     "missing": ((0, 1), 5, {}, 5, 1, "error: rank [01]: ranks 2-4 of 5 did not arrive at 127.0.0.1:PORT within 5 .*"),
     "twice": ((0, 1, 1), 3, {}, 60, 2, "error: rank 1: process [0-9]+ on .* is already rank 1; start each rank once"),
     "no rank 0": ((1,), 2, ALONE, 3, 1, "error: rank 1: no answer from rank 0 at 127.0.0.1:PORT within 3 s .*\n.*"),
@@ -270,12 +271,9 @@ STARTS = {  # ranks that start; their number, variables and timeout; exit status
         f"error: rank {rank}: MASTER_ADDR 'nowhere.invalid' does not resolve .*" for rank in (0, 1))),
     "port in use": ((0,), 2, {"MASTER_PORT": "TAKEN"}, 2, 2,
                     r"error: rank 0: port \d+ on \S+ cannot be opened \(Address already in use\), .*MASTER_PORT.*"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STARTS)
-def test_what_is_missing_at_the_start_is_named(tmp_path, name):
-    ranks, world_size, variables, seconds, status, lines = STARTS[name]
+}.items())  # fmt: skip
+def test_what_is_missing_at_the_start_is_named(tmp_path, name, starts):
+    ranks, world_size, variables, seconds, status, lines = starts
     port, taken = free_port(), serve_store()
     variables = {key: value.replace("TAKEN", str(taken.port)) for key, value in variables.items()}
     places = [torchrun_variables(rank, world_size, port) | variables for rank in ranks]

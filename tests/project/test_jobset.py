@@ -85,11 +85,8 @@ def test_pod_exits_with_the_trainings_status(tmp_path, action, status):
 
 
 def test_eviction_signals_every_rank_and_waits_for_it(tmp_path):
-    fake_command(
-        tmp_path,
-        f'trap "sleep 0.5; touch {tmp_path}/saved.$RANK; exit 75" TERM\n'
-        f'touch "{tmp_path}/ready.$RANK"\nwhile ((SECONDS < 60)); do sleep 0.05; done',
-    )
+    save = f'trap "sleep 0.5; touch {tmp_path}/saved.$RANK; exit 75" TERM\n'
+    fake_command(tmp_path, f'{save}touch "{tmp_path}/ready.$RANK"\nwhile ((SECONDS < 60)); do sleep 0.05; done')
     pods = Pods(tmp_path, 1, 2)
     wait_until("start of the ranks", 20, lambda: len(list(tmp_path.glob("ready.*"))) == 2, 0.05)
     pods.processes[0].send_signal(signal.SIGTERM)

@@ -1,7 +1,6 @@
 """Output of the commands: names without markup, any encoding, and streams that are closed, full or only half a file."""
 
 import io
-import math
 import os
 import signal
 import subprocess
@@ -14,11 +13,6 @@ from tests.conftest import ROOT, TINY, as_options, read_records
 from tests.processes import wait_until, without_launcher
 from tools.common import print_table
 from utils.errors import complete_output, print_text
-from utils.files import strict_json
-
-
-def test_json_has_null_where_a_number_is_not_finite():
-    assert strict_json({"a": [math.nan, -math.inf, 1.5]}) == '{"a": [null, null, 1.5]}'
 
 
 def test_names_in_a_table_are_shown_without_markup(capsys):

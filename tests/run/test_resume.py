@@ -29,12 +29,6 @@ SETTINGS = {
     "adamw and O3": {"optimizer": "adamw", "lr": 0.01, "opt_level": "O3", "weight_decay_bn_bias": False},
 }  # fmt: skip
 PLATEAU, ONECYCLE, ADAMW = SETTINGS
-STOPS = {
-    "in mid-epoch, between log points": (PLATEAU, POLLS + 2, "in epoch 2 after 2 batches", {"epoch": 1, "batch": 2}),
-    "before validation": (ONECYCLE, POLLS + BATCHES, "in epoch 2 after its last batch", {"epoch": 1, "batch": 4}),
-    "in validation": (PLATEAU, POLLS + BATCHES + 1, "in epoch 2 after its last batch", {"epoch": 1, "batch": 4}),
-    "between epochs": (ADAMW, 2 * POLLS + 1, "in epoch 3 after 1 batches", {"epoch": 2, "batch": 1}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +49,14 @@ def assert_same_run(folder, whole):
     assert not [line for line in compare(whole, folder) if not line.startswith("config.")]
 
 
-@pytest.mark.parametrize("where", STOPS)
-def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, where):
-    name, poll, position, saved = STOPS[where]
+@pytest.mark.parametrize(("where", "case"), {
+    "in mid-epoch, between log points": (PLATEAU, POLLS + 2, "in epoch 2 after 2 batches", {"epoch": 1, "batch": 2}),
+    "before validation": (ONECYCLE, POLLS + BATCHES, "in epoch 2 after its last batch", {"epoch": 1, "batch": 4}),
+    "in validation": (PLATEAU, POLLS + BATCHES + 1, "in epoch 2 after its last batch", {"epoch": 1, "batch": 4}),
+    "between epochs": (ADAMW, 2 * POLLS + 1, "in epoch 3 after 1 batches", {"epoch": 2, "batch": 1}),
+}.items())  # fmt: skip
+def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, where, case):
+    name, poll, position, saved = case
     config, expected = whole(name)
     trainer = Trainer(config, one_rank, tmp_path, "tiny", "auto")
     stop(trainer, poll)

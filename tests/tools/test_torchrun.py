@@ -11,17 +11,16 @@ from tests.processes import ROOT, Job, without_launcher
 from tools.torchrun import main
 
 STOP = "import os, time; time.sleep(1); os.kill(os.getppid(), 15)\nwhile True: pass"
-ENDS = {
+
+
+@pytest.mark.parametrize(("end", "case"), {
     "in order": ("print('trained')", 0, None),
     "with a message": ("import sys; sys.exit('error: rank 0: no data')", 1, "rank 0 exited with 1"),
     "killed": ("import os; os.kill(os.getpid(), 9)", 1, "rank 0 was ended by SIGKILL"),
     "of the agent": (STOP, 143, "ended by SIGTERM"),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_the_ranks_message_comes_first_and_then_one_line(tmp_path, end):
-    program, expected, line = ENDS[end]
+}.items())  # fmt: skip
+def test_the_ranks_message_comes_first_and_then_one_line(tmp_path, end, case):
+    program, expected, line = case
     script, file = tmp_path / "program.py", tmp_path / "torchrun.log"
     script.write_text(program)
     meeting = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'meeting'}"]

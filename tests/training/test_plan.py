@@ -11,18 +11,16 @@ from utils.distributed.world import World
 from utils.errors import ConfigError
 from utils.training.plan import make_plan
 
-FASTEST = {
+
+@pytest.mark.parametrize(("device", "named"), {
     "cpu": "eager, fused_optimizer, fuse_norm_relu, winograd, weight_products, keep_memory",
     "cuda": "compiled, graphed, prefetched, fused_optimizer",
-}
-
-
-@pytest.mark.parametrize("device", FASTEST)
-def test_fastest_turns_on_what_the_device_has(tiny, device, monkeypatch):
+}.items())  # fmt: skip
+def test_fastest_turns_on_what_the_device_has(tiny, device, named, monkeypatch):
     for name, found in (("has_bf16_kernels", True), ("missing_compiler", "")):
         monkeypatch.setattr(f"utils.training.plan.{name}", lambda found=found, **_: found)
     plan = plan_on(tiny("fastest", batch_size=32), device)
-    assert str(plan) == f"batch 32 = 1 rank(s) x 1 accumulated x 32 images; {FASTEST[device]}"
+    assert str(plan) == f"batch 32 = 1 rank(s) x 1 accumulated x 32 images; {named}"
     assert not any(plan.kernels.values()), "none is demanded by name"
     for allowed in ({"enable_amp": True}, {"opt_level": "O1"}, {"amp_dtype": "bf16", "opt_level": "O2"}):
         several_gpus = plan_on(tiny("fastest", parallel="dataparallel", **{"amp_dtype": "auto"} | allowed), "cuda")
