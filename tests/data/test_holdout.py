@@ -91,6 +91,7 @@ def test_the_test_images_are_read_once_at_the_end_and_evaluate_reads_them_again(
     last = train(tiny(**HELD), one_rank, tmp_path / "run")
     assert asked == ["validation", "validation", "test"]
     assert (last["epoch"]["images/valid"], last["end"]["test_images"]) == (500, 2_000)
+    assert last["end"]["clock_seconds"]["test"] > 0  # which is no training time
     assert f"test acc1 {last['end']['test_acc1']:.2%}" in (tmp_path / "run/train.log").read_text()
     for arguments, record, accuracy in (([], "epoch", "acc1/valid"), (["--test"], "end", "test_acc1")):
         figures = tmp_path / "figures.json"

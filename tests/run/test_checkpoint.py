@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -224,6 +225,25 @@ def test_random_states_are_restored():
     samples = sample()
     seeds.restore_random_state(saved)
     assert sample() == samples
+
+
+def test_at_another_world_size_each_rank_and_step_has_a_new_random_stream(tiny, one_rank, tmp_path):
+    of_rank, samples = train.Trainer(tiny(micro_batch_size=16), one_rank, tmp_path).run, set()
+    state = of_rank.gather() | {"batch": 3}
+    for rank, step in ((0, 0), (1, 0), (1, 4)):
+        of_rank.world = replace(one_rank, rank=rank)
+        of_rank.restore(state | {"step": step, "ranks": state["ranks"] * 2})
+        samples.add(torch.rand(()).item())
+        assert of_rank.learner.sums.finite_micro_batches() == 3 * 2
+    assert len(samples) == 3
+
+
+def test_an_epoch_that_missed_images_is_never_the_best(tiny, one_rank, tmp_path):
+    of_images = train.Trainer(tiny(), one_rank, tmp_path).run  # each validation has 200 images
+    for images, before, is_best in ((197, 0, False), (198, 0, True), (198, 199, False), (199, 199, True)):
+        of_images.best = checkpoint.NO_BEST | {"images": before}
+        best = of_images.best_with({"acc1": 0.5, "loss": 1.0, "images": images})
+        assert (best is not of_images.best) is is_best, (images, before)
 
 
 def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from tools import runs
 from tools.runs import read_lines
 from train import Trainer
 from utils.run.clock import ACTIVITIES, LOOP, WORK, Clock
+from utils.run.folder import _cut_records
 
 
 @pytest.fixture
@@ -93,6 +94,14 @@ LOST_AND_RESUMED = (
     begin(1000), at(3, train=3), at(7, "lost", train=7),
     begin(1030, 4), at(7, replay=3), at(9, "end", replay=3, train=2),
 )  # fmt: skip
+
+
+def test_the_last_dropped_record_of_each_start_is_kept(tmp_path):
+    rows = begin(1000), at(3), at(7), begin(1030, 2), at(3), at(5)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row | {"epoch": 0}) + "\n" for row in rows))
+    _cut_records(tmp_path, 2, 0)
+    kept = [(record["kind"], record["step"]) for record in read_records(tmp_path)]
+    assert kept == [("start", 0), ("lost", 7), ("resume", 2), ("lost", 5)]
 
 
 def test_the_parts_add_up_to_the_wall_clock():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ ITERATIONS = 3
 
 def test_a_profiled_run_has_the_tutorials_ranges_and_a_summary(tiny, one_rank, tmp_path):
     changes = {"limit_train_batches": None, "profiling_iters_per_epoch": ITERATIONS}
-    Trainer(tiny("bs256-amp-nhwc-prof", **changes), one_rank, tmp_path, "prof", "auto").train()
+    (trainer := Trainer(tiny("bs256-amp-nhwc-prof", **changes), one_rank, tmp_path, "prof", "auto")).train()
     path = tmp_path / "profile/rank0.pt.trace.json.gz"
     names = [row.get("name") for row in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
     assert names.count("PROFILE") == names.count("epoch 2") == 1
@@ -36,6 +37,9 @@ def test_a_profiled_run_has_the_tutorials_ranges_and_a_summary(tiny, one_rank, t
         assert word in summary
     parts = [float(line.split()[0]) for line in summary.partition("top operators:")[2].splitlines() if "::" in line]
     assert 0 < sum(parts) < 101 and parts == sorted(parts, reverse=True)
+    trainer.world, trainer.run.epoch, trainer.run.folder = replace(one_rank, rank=1), 1, tmp_path / "other rank"
+    with trainer._profile():
+        assert not trainer.run.folder.exists()
 
 
 def row(key, own, total=None, device="CPU", count=1, annotation=False):

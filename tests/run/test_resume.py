@@ -60,11 +60,13 @@ def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, w
     config, expected = whole(name)
     trainer = Trainer(config, one_rank, tmp_path, "tiny", "auto")
     stop(trainer, poll)
+    trainer._report_unreadable = reported = Mock()
     with pytest.raises(Stopped, match=f"stopped on SIGTERM {position} with everything saved") as stopped:
         trainer.train()
     assert stopped.value.exit_status == 75 == read_records(tmp_path, "stop")[-1]["status"]
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
     assert {key: state[key] for key in saved} == saved
+    assert reported.call_count == 1 + saved["epoch"] + 1  # at the start, after each epoch, and before it is saved
     run(config, one_rank, tmp_path)
     assert_same_run(tmp_path, expected)
     assert not read_records(tmp_path, "end")[0]["clock_seconds"]["replay"]
@@ -102,7 +104,7 @@ def test_an_epoch_that_an_earlier_start_trained_keeps_its_time_and_speed(tiny, o
     path.write_bytes(encode(read_checkpoint(path) | times))
     resumed = run(tiny(max_epochs=1), one_rank, tmp_path)
     (epoch,), (end,) = read_records(tmp_path, "epoch"), read_records(tmp_path, "end")
-    assert 600 < epoch["epoch_seconds"] < 700 and 1000 < epoch["seconds"] < 1100
+    assert 600 < epoch["epoch_seconds"] < 700 and 1000 < epoch["seconds"] <= end["seconds"] < 1100
     assert epoch["images_per_sec"] == end["images_per_sec"] == resumed.run.clock.whole.images_per_sec == 10
 
 

@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import nn
 
+from utils.run.run import merge_buffers
 from utils.training.averages import RunningStatistics
 
 
@@ -31,7 +32,7 @@ class OwnBuffers(nn.Module):
         return self.instance(self.by_count(images))
 
 
-def test_micro_batches_leave_the_buffers_of_as_many_ranks():
+def test_micro_batches_and_a_resume_leave_the_buffers_of_as_many_ranks():
     one = OwnBuffers()
     ranks = [copy.deepcopy(one) for _ in range(3)]
     statistics = RunningStatistics(one)
@@ -42,7 +43,8 @@ def test_micro_batches_leave_the_buffers_of_as_many_ranks():
             one(images)
             statistics.collect(last=rank == 2)
             network(images)
-    for name, buffer in one.named_buffers():
+    merge_buffers(merged := OwnBuffers(), [{"buffers": dict(network.named_buffers())} for network in ranks])
+    for name, buffer in [*one.named_buffers(), *merged.named_buffers()]:
         mean = torch.stack([network.get_buffer(name).double() for network in ranks]).mean(0)
         torch.testing.assert_close(buffer.float(), mean.float(), msg=name)
-    assert one.constant == torch.tensor(0.1) and one.by_count.num_batches_tracked == one.count == 4
+    assert one.constant == torch.tensor(0.1) and one.by_count.num_batches_tracked == one.count == merged.count == 4

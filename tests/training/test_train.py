@@ -1,5 +1,6 @@
 """Whole runs through the Trainer: their results, files, messages and ends."""
 
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import train as train_module
-from tests.conftest import ROOT, TINY_OPTIONS, plan_on, read_records, run, tiny_config
+from tests.conftest import ROOT, TINY_OPTIONS, plan_on, read_records, run, stop, tiny_config
 from tests.processes import complaints, run_job
 from train import Trainer
 from utils.config.command_line import Arguments
@@ -54,11 +55,12 @@ def test_switches_change_the_speed_and_not_the_training(tiny, one_rank, switch):
 
 def test_metrics_cover_the_whole_epoch_and_only_training_smooths_labels(tiny, one_rank, tmp_path):
     """With a learning rate near 0, the epoch's means must equal those of a separate pass over its batches."""
-    config = tiny(lr=1e-12, momentum=0.0, max_epochs=1, limit_train_batches=5, label_smoothing=0.3)
+    config = tiny(lr=1e-12, momentum=0.0, limit_train_batches=5, label_smoothing=0.3)
     run(config, one_rank, tmp_path)
     learner, loaders = (trainer := Trainer(config, one_rank)).learner, trainer.loaders
-    (row,) = read_records(tmp_path, "epoch")
-    for part, loader, smoothing in (("train", loaders.train, 0.3), ("valid", loaders.valid, 0.0)):
+    parts = ("train", loaders.train, 0.3), ("valid", loaders.valid, 0.0)
+    for row, (part, loader, smoothing) in itertools.product(read_records(tmp_path, "epoch"), parts):
+        loader.set_epoch(row["epoch"] - 1)
         learner.model.train(part == "train")
         loss = torch.nn.CrossEntropyLoss(label_smoothing=smoothing)
         with torch.no_grad():
@@ -170,18 +172,21 @@ def test_a_restarted_job_resumes_its_own_run_only(tiny, one_rank, folder, tmp_pa
     assert checkpoints[0] == checkpoints[1]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, one_rank, tmp_path, micro_batches):
-    settings = {"micro_batch_size": tiny().batch_size // micro_batches}
+@pytest.mark.parametrize(("micro_batches", "every", "stopped"), [(1, None, 0), (2, None, 0), (1, 2, 0), (1, None, 2)])
+def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, one_rank, tmp_path, micro_batches, every, stopped):
+    """Although the weights are finite, as after a step that loss scaling skips."""
+    settings = {"micro_batch_size": tiny().batch_size // micro_batches, "checkpoint_every_steps": every}
     run(tiny(max_epochs=1, **settings), one_rank, tmp_path)
     good = {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
     trainer = Trainer(tiny(max_epochs=3, **settings), one_rank, tmp_path, "tiny", str(tmp_path))
     update, count, bad = trainer.learner.update, iter(range(100)), 2 * micro_batches - 1  # before or after a log point
 
     def break_a_batch(images, labels):
-        update(images * (math.nan if next(count) == bad else 1), labels)
+        trainer.learner.sums.sums[0] += math.nan if next(count) == bad else 0
+        update(images, labels)
 
     trainer.learner.update = break_a_batch
+    stop(trainer, stopped)
     with pytest.raises(ExpectedError, match=f"finite number in epoch 2, iteration {bad}, learning rate"):
         trainer.train()
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()} == good

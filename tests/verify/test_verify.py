@@ -125,7 +125,8 @@ def campaign_of_ranks(changes, flips):
     return run_ranks(act, "cpu", 200)
 
 
-@pytest.mark.parametrize(("ranks", "changes"), [(3, {}), (2, {"micro_batch_size": 3, "ema_decay": 0.9})])
+@pytest.mark.parametrize(("ranks", "changes"), [(3, {"micro_batch_size": 2}),
+    (2, {"parallel": "no_communication", "ema_decay": 0.9})])  # fmt: skip
 def test_the_rank_of_a_flip_is_named_among_several(tmp_path, ranks, changes):
     ended = run_job(tmp_path / "job", ranks, campaign_of_ranks, changes, 7, timeout=280)
     assert [process.status for process in ended] == [0] * ranks, complaints(ended)
