@@ -108,15 +108,16 @@ def test_without_held_out_images_nothing_is_tested(finished, capsys):
 
 
 def test_a_run_stopped_in_the_test_resumes_to_the_same_figures(tiny, one_rank, tmp_path, monkeypatch):
-    whole = train(tiny(**HELD), one_rank, tmp_path / "whole")
+    config = tiny(**HELD, stop_at_accuracy=0.01)  # reached in the first of two epochs
+    whole = train(config, one_rank, tmp_path / "whole")
 
     def stop_in_the_test(trainer, name):
         trainer.requests.signal = signal.SIGUSR1 if name == "test" else 0
 
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="after its last batch"):
         on_evaluation(patch, stop_in_the_test)
-        train(tiny(**HELD), one_rank, tmp_path / "parts")
+        train(config, one_rank, tmp_path / "parts")
     assert "end" not in last_records(tmp_path / "parts")
-    parts = train(tiny(**HELD), one_rank, tmp_path / "parts")
+    parts = train(config, one_rank, tmp_path / "parts")
     for kind in ("epoch", "end"):
         assert without_times([parts[kind]]) == without_times([whole[kind]])

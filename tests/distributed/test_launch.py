@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +40,6 @@ OPEN_MPI = {
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "5000"}
 PALS = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PBS_JOBID": "7.pbs"}
 STEP = Launch(5, 6, 1, 2, "gpu03", 24343, "1001.2")
-OTHER_STEP = Launch(5, 6, 1, 2, "gpu9", 24343, "1001.2")
 
 
 @pytest.mark.parametrize(("environment", "expected"), [
@@ -47,7 +47,7 @@ OTHER_STEP = Launch(5, 6, 1, 2, "gpu9", 24343, "1001.2")
     (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, Launch(local_rank=1)),
     (TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
     (SRUN, STEP),
-    (SRUN | {"SLURM_STEP_NODELIST": "gpu9"}, OTHER_STEP),  # a part of the job
+    (SRUN | {"SLURM_STEP_NODELIST": "gpu9"}, replace(STEP, address="gpu9")),  # a part of the job
     (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")),
     (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
     (PALS, Launch(1, 2, 1, 2, "127.0.0.1", find_launch(PALS).port, "7.pbs")),

@@ -256,8 +256,6 @@ def test_a_failure_of_the_main_process_is_not_blamed_on_another(tmp_path):
 
 # ---- start
 
-NOWHERE = ALONE | {"MASTER_ADDR": "nowhere.invalid"}
-
 
 @pytest.mark.parametrize(("name", "starts"), {  # ranks, their number, variables, timeout; status; lines
     "missing": ((0, 1), 5, {}, 5, 1, "error: rank [01]: ranks 2-4 of 5 did not arrive at 127.0.0.1:PORT within 5 .*"),
@@ -267,7 +265,7 @@ NOWHERE = ALONE | {"MASTER_ADDR": "nowhere.invalid"}
     "no torchrun": ((1,), 2, ALONE | AGENT, 3, 1,
                     "error: rank 1: no answer from torchrun at 127.0.0.1:PORT within 1 s .*\n.*"),
     # one message per node, as nodes may know different names
-    "no such host": ((0, 1), 2, NOWHERE, 2, 2, "\n".join(
+    "no such host": ((0, 1), 2, ALONE | {"MASTER_ADDR": "nowhere.invalid"}, 2, 2, "\n".join(
         f"error: rank {rank}: MASTER_ADDR 'nowhere.invalid' does not resolve .*" for rank in (0, 1))),
     "port in use": ((0,), 2, {"MASTER_PORT": "TAKEN"}, 2, 2,
                     r"error: rank 0: port \d+ on \S+ cannot be opened \(Address already in use\), .*MASTER_PORT.*"),

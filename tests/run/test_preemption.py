@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import signal
 import time
 from types import SimpleNamespace
@@ -56,16 +57,14 @@ def test_a_second_ctrl_c_stops_at_once(first, one_rank, set_clock, capfd, monkey
     assert capfd.readouterr().err.count("Ctrl-C again stops at once, without saving") == 1
 
 
-@pytest.mark.parametrize("launcher", ["nohup", "nohup torchrun"])
-def test_under_nohup_the_end_of_the_session_is_ignored_unless_torchrun_passes_it_on(one_rank, launcher, monkeypatch):
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_under_nohup_the_end_of_the_session_is_ignored_unless_torchrun_passes_it_on(one_rank, torchrun, monkeypatch):
     """torchrun ends itself at SIGHUP, also under nohup."""
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if launcher.endswith("torchrun"):
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setattr(os, "environ", {"TORCHELASTIC_RUN_ID": "1"} if torchrun else {})
     requests, before = StopRequests(one_rank), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with requests.listen():
         signal.raise_signal(signal.SIGHUP)
-        assert requests.poll() is launcher.endswith("torchrun")
+        assert requests.poll() is torchrun
     assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
 
 
@@ -80,14 +79,6 @@ def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(set_clock, mon
         assert not interrupts(signal.SIGINT)
         set_clock(102)
         assert interrupts(signal.SIGINT)
-
-
-# Seconds of a batch on each of three ranks, and batches, in loops that follow each other; the signal comes in the last.
-PACES = {
-    "fast": [(0.01, 0.02, 0.01, 0)],
-    "slow": [(10.0, 10.0, 10.0, 0)],
-    "training after three batches": [(0.2, 0.2, 0.2, 3), (3.0, 3.0, 3.0, 0)],
-}
 
 
 def stop_in_the_middle(folder, pace):
@@ -122,13 +113,18 @@ def stop_in_the_middle(folder, pace):
     return run_ranks(action, "cpu", 60)
 
 
-@pytest.mark.parametrize("pace", PACES)
-def test_ranks_stop_after_the_same_batch_within_two_seconds_or_the_batch(tmp_path, pace):
-    ended = run_job(tmp_path, 3, stop_in_the_middle, tmp_path, PACES[pace])
+@pytest.mark.parametrize(("name", "pace"), {
+    # seconds of a batch on each of three ranks, and batches, in loops that follow each other; the last has the signal
+    "fast": [(0.01, 0.02, 0.01, 0)],
+    "slow": [(10.0, 10.0, 10.0, 0)],
+    "training after three batches": [(0.2, 0.2, 0.2, 3), (3.0, 3.0, 3.0, 0)],
+}.items())  # fmt: skip
+def test_ranks_stop_after_the_same_batch_within_two_seconds_or_the_batch(tmp_path, name, pace):
+    ended = run_job(tmp_path, 3, stop_in_the_middle, tmp_path, pace)
     assert [process.status for process in ended] == [0, 0, 0], ended
     assert not any("asked to stop" in other.errors for other in ended[1:])  # only the main rank prints
     rows, *others = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(3))
-    seconds = max(PACES[pace][-1][:3])
+    seconds = max(pace[-1][:3])
     for (batches, (stopped, _, sent)), *rest in zip(rows, *others, strict=True):
         assert all(other[1][0] == stopped for other in rest)
         if seconds > 0.5:

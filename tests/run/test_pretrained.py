@@ -32,9 +32,6 @@ def assert_equal(state, expected):
     assert [name for name, value in expected.items() if not torch.equal(state[name], value)] == []
 
 
-FROZEN = {"lr": 1e-30, "weight_decay": 0.0, "max_epochs": 1}  # training does not change the weights
-
-
 @pytest.fixture
 def other(tiny):
     """A random state of resnet8 with 10 classes, unlike any initialisation."""
@@ -51,7 +48,8 @@ def test_a_run_starts_from_a_file_that_a_resumed_run_does_not_need(tiny, one_ran
     assert_equal(state, other)
     assert note.startswith(f"Starting from {len(other)} tensors of {path} (SHA-256 ")
     assert "newly initialised" not in note
-    folder, keys = tmp_path / "frozen", {"pretrained": str(path), **FROZEN, **changes}
+    folder, frozen = tmp_path / "frozen", {"lr": 1e-30, "weight_decay": 0.0}  # training does not change the weights
+    keys = {"pretrained": str(path), "max_epochs": 1, **frozen, **changes}
     Trainer(tiny(**keys), one_rank, folder).train()
     path.unlink()
     Trainer(tiny(**keys | {"max_epochs": 2}), one_rank, folder, "tiny", resume=str(folder)).train()

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from tests.conftest import CIFAR100, ROOT, plan_on, read_records, run
 from utils.config import Config, load_config
@@ -67,14 +68,11 @@ def test_training_follows_the_schedule(tiny, one_rank, tmp_path):
     assert schedule.state_dict() == observed
 
 
-SCHEDULERS = torch.optim.lr_scheduler
-
-
 @pytest.mark.parametrize(("keys", "theirs", "options"), [
-    ({"lr_schedule": "cosine", "lr_warmup_epochs": 10}, SCHEDULERS.CosineAnnealingLR, {"T_max": 50}),
-    ({"lr_schedule": "linear"}, SCHEDULERS.LinearLR, {"start_factor": 1, "end_factor": 0, "total_iters": 50}),
+    ({"lr_schedule": "cosine", "lr_warmup_epochs": 10}, lr_scheduler.CosineAnnealingLR, {"T_max": 50}),
+    ({"lr_schedule": "linear"}, lr_scheduler.LinearLR, {"start_factor": 1, "end_factor": 0, "total_iters": 50}),
     *(
-        ({"lr_schedule": "onecycle", "lr_warmup_epochs": rise, "max_epochs": total}, SCHEDULERS.OneCycleLR,
+        ({"lr_schedule": "onecycle", "lr_warmup_epochs": rise, "max_epochs": total}, lr_scheduler.OneCycleLR,
          {"max_lr": 1.0, "total_steps": total, "pct_start": rise / total, "cycle_momentum": False})
         for rise, total in ((10, 40), (2, 5), (7, 9))
     ),
@@ -98,7 +96,7 @@ def test_plateau_cuts_when_pytorch_does():
     for _ in range(20):
         patience = generator.randint(0, 4)
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-        reference = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=patience, eps=0)
+        reference = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=patience, eps=0)
         ours = Schedule(Config(lr_schedule=f"plateau/{patience}", lr_decay_factor=0.5), 1)
         span = generator.choice((1.0, 3e-4))  # improvements below a fraction of 1e-4 do not count
         for _ in range(40):

@@ -143,10 +143,11 @@ def test_an_own_network_trains_like_a_built_in_one(tiny, one_rank, tmp_path, cod
     (code / "same").mkdir()
     (code / "same/net.py").write_text(source)
     names = "resnet8", "same.net:network"
-    learners = [run(tiny(model=name, max_epochs=1), one_rank, tmp_path / name).learner for name in names]
+    values = {"optimizer": "of_mine:counted", "max_epochs": 1}
+    learners = [run(tiny(model=name, **values), one_rank, tmp_path / name).learner for name in names]
     assert all(map(torch.equal, *(learner.model.parameters() for learner in learners)))
     environment = json.loads((tmp_path / "same.net:network/environment.json").read_text())
-    assert list(environment["own_code"]) == [str(code / "same/net.py")]
+    assert list(environment["own_code"]) == [str(code / "of_mine.py"), str(code / "same/net.py")]
     assert sys.path[-1] == str(code), "a file there would shadow a library"
 
 

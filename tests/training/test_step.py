@@ -55,10 +55,9 @@ def kernels_in_small_networks(monkeypatch):
     monkeypatch.setattr("utils.kernels.winograd.MIN_CHANNEL_PAIRS", 200)
 
 
-OWN_LAYERS = ("stem", "fused norm", "conv products", "conv winograd")  # names in SWITCHES
-
-
-@pytest.mark.parametrize(("name", "layers"), [*zip(OWN_LAYERS, (1, 3, 8, 4), strict=True)])
+@pytest.mark.parametrize(
+    ("name", "layers"), {"stem": 1, "fused norm": 3, "conv products": 8, "conv winograd": 4}.items()
+)
 def test_training_continues_with_and_without_our_own_layers(tiny, one_rank, name, layers):
     if name not in SWITCHES:
         pytest.skip("no C++ compiler")
