@@ -14,6 +14,7 @@ from tests.conftest import read_records
 from train import Trainer
 from utils.config import Config
 from utils.run import tensorboard
+from utils.run.clock import Clock
 from utils.run.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, TensorBoardWriter
 
 TUTORIALS_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
@@ -38,7 +39,7 @@ def run(tiny, one_rank, tmp_path):
     def train(**changes):
         folder = tmp_path / "run"
         resume = str(folder) if folder.exists() else "auto"
-        Trainer(tiny(log_to_tensorboard=True, **changes), one_rank, folder, "tiny", resume).train()
+        Trainer(tiny(log_to_tensorboard=True, **changes), one_rank, folder, "tiny", resume, Clock(age=100.0)).train()
         return folder
 
     return train

@@ -116,6 +116,8 @@ def test_a_run_records_them(tiny, one_rank, tmp_path, monkeypatch):
         assert row["mfu"] == pytest.approx(row["model_tflops"] / 0.5) and row["memory_gb"] == 1.024
     assert len(steps) == 4 and end["joules"] == 2 and end["joules_per_image"] == 2 / (8 * 32)
     assert steps[0]["gpu_power_w"] == 700 and "gpu_power_w" not in steps[1], "read once a second at most"
+    trainer.meters.read_at -= 1
+    assert trainer.meters.at_log_point(Window(), 0)["gpu_power_w"] == 700
     assert {"model_tflops", "mfu", "joules", "joules_per_image"} <= MEASURED
 
 

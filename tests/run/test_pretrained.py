@@ -68,6 +68,10 @@ def test_a_checkpoint_and_its_export_give_the_same_validated_weights(tiny, one_r
     for file in ("checkpoints/best.pt", "export/model.safetensors"):
         state, _ = begin(tiny(pretrained=str(tmp_path / "earlier" / file)), one_rank, tmp_path / file)
         assert_equal(state, expected)
+    best = tmp_path / "earlier/checkpoints/best.pt"
+    best.write_bytes(best.read_bytes()[:-1])  # torch.load would not notice it
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_pretrained(str(best), expected, [*"abcdefghij"])
 
 
 def test_torchvisions_file_gives_all_but_the_head(tiny, one_rank, tmp_path):
