@@ -17,8 +17,6 @@ from utils.run import tensorboard
 from utils.run.clock import Clock
 from utils.run.tensorboard import ALWAYS_SHOWN, CHANGES, RESULTS, TensorBoardWriter
 
-TUTORIALS_TAGS = ("loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate")
-
 
 def read(folder):
     events = EventAccumulator(str(folder), size_guidance={"tensors": 0, "images": 0, "scalars": 0})
@@ -50,7 +48,8 @@ def test_a_run_has_scalars_by_epoch_step_and_second_texts_and_pictures(run):
     events = read(folder / "tb_logs")
     assert not [path for path in (folder / "tb_logs").iterdir() if path.is_dir()]  # TensorBoard's rows are folders
     epochs, steps = read_records(folder, "epoch"), read_records(folder, "step")
-    expected = {tag: [(row["epoch"], row[tag]) for row in epochs] for tag in TUTORIALS_TAGS}
+    tutorials = "loss/train", "loss/valid", "acc1/train", "acc1/valid", "learning_rate"
+    expected = {tag: [(row["epoch"], row[tag]) for row in epochs] for tag in tutorials}
     for name in ("loss", "learning_rate", "images_per_sec", "data_wait", "memory_gb"):
         expected[f"step/{name}"] = [(row["step"], row[name]) for row in steps]
     expected["by_second/acc1_valid"] = [(round(row["seconds"]), row["acc1/valid"]) for row in epochs]

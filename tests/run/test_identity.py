@@ -12,17 +12,6 @@ from utils.config import Config, load_config
 from utils.config.command_line import Arguments, parse_arguments
 from utils.errors import Stopped
 
-FIXED = {
-    "batch_size", "dataset", "holdout_images", "limit_train_batches", "model", "num_classes", "optimizer", "seed",
-    "stem", "weight_decay_bn_bias", "width", "zero_init_residual",
-}  # fmt: skip
-FREE = {
-    "checkpoint_every_steps", "cifar100_mean", "cifar100_std", "data_path", "enable_profiling", "keep_checkpoints",
-    "limits_report", "log_freq", "log_to", "log_to_screen", "log_to_tensorboard", "num_data_workers",
-    "profiling_epoch_start", "profiling_iters_per_epoch", "rank_timeout_seconds", "save_checkpoint",
-    "valid_batch_size_per_gpu", "verify_every_steps",
-}  # fmt: skip
-
 
 def test_a_run_with_other_settings_is_not_resumed(tiny, folder, capsys):
     before, changes = contents(folder), {"lr": 0.3, "weight_decay": 0.1}
@@ -36,8 +25,16 @@ def test_a_run_with_other_settings_is_not_resumed(tiny, folder, capsys):
 
 def test_which_settings_may_change():
     """A run never resumes with another value of the first ones, and of the second ones without being asked to."""
-    assert {*Config().keys_with(KeyFlag.FIXED_ON_RESUME)} == FIXED
-    assert {*Config().keys_with(KeyFlag.FREE_ON_RESUME)} == FREE
+    assert {*Config().keys_with(KeyFlag.FIXED_ON_RESUME)} == {
+        "batch_size", "dataset", "holdout_images", "limit_train_batches", "model", "num_classes", "optimizer", "seed",
+        "stem", "weight_decay_bn_bias", "width", "zero_init_residual",
+    }  # fmt: skip
+    assert {*Config().keys_with(KeyFlag.FREE_ON_RESUME)} == {
+        "checkpoint_every_steps", "cifar100_mean", "cifar100_std", "data_path", "enable_profiling", "keep_checkpoints",
+        "limits_report", "log_freq", "log_to", "log_to_screen", "log_to_tensorboard", "num_data_workers",
+        "profiling_epoch_start", "profiling_iters_per_epoch", "rank_timeout_seconds", "save_checkpoint",
+        "valid_batch_size_per_gpu", "verify_every_steps",
+    }  # fmt: skip
 
 
 def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_rank, tmp_path):
@@ -53,8 +50,7 @@ def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_ran
             trainer.train()
     assert (trainer.run.epoch, trainer.run.batch) == (0, 4)
     kept = [load_config(tmp_path / name, "tiny") for name in ("config.yaml.1", "config.yaml.2", "config.yaml")]
-    assert kept == starts
-    assert not (tmp_path / "config.yaml.3").exists()
+    assert kept == starts and not (tmp_path / "config.yaml.3").exists()
 
 
 def test_each_job_of_an_array_has_its_own_folder_and_settings(monkeypatch, tmp_path, refused):

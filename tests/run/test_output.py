@@ -95,16 +95,14 @@ def test_characters_that_cannot_be_encoded_are_escaped():
     print_text("dropped", latin)
 
 
-OWN_DATA = """
+def test_names_of_classes_that_the_locale_lacks_are_kept(tmp_path):
+    program = """
 import numpy as np
 def load(data_path):
     images, labels = np.arange(64 * 3 * 1024).reshape(64, 3, 32, 32).astype(np.uint8), np.arange(64) % 2
     return {"train": (images, labels), "valid": (images, labels), "class_names": ["кот", "é|собака"]}
 """
-
-
-def test_names_of_classes_that_the_locale_lacks_are_kept(tmp_path):
-    (tmp_path / "own_data.py").write_text(OWN_DATA, encoding="utf-8")
+    (tmp_path / "own_data.py").write_text(program, encoding="utf-8")
     words = training(tmp_path / "run", dataset="own_data:load", num_classes=2, limit_train_batches=1)
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(tmp_path)}
     process = ended(words, **locale)

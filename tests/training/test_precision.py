@@ -38,17 +38,16 @@ def trained(config, precision, steps):
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 BF16 = torch.bfloat16
-LEVELS = [
+
+
+@pytest.mark.parametrize("precision", [
     Precision("cpu", "O1", BF16),
     Precision("cpu", "O3", BF16, keep_batchnorm_fp32=False),
     Precision("cpu", "O3", BF16, keep_batchnorm_fp32=True),
     Precision("cpu", "O2", BF16, loss_scale=128.0),
     Precision("cpu", "O1", torch.float16, loss_scale="dynamic"),
     Precision("cpu", "O2", torch.float16, loss_scale=1024.0),
-]
-
-
-@pytest.mark.parametrize("precision", LEVELS, ids=str)
+], ids=str)  # fmt: skip
 def test_every_level_trains_like_float32(tiny, precision):
     config = tiny(lr=0.01, enable_extra_opts=precision.loss_scale is not None)  # fused kernels unscale
     (reference, _), (losses, _) = trained(config, Precision("cpu"), 12), trained(config, precision, 12)
