@@ -50,21 +50,19 @@ def test_manifest_matches_the_published_schema():
     assert models.JobsetV1alpha2JobSet.from_dict(MANIFEST).to_dict() == MANIFEST
 
 
-def test_numbers_of_nodes_and_gpus_agree():
+def test_numbers_of_nodes_and_gpus_agree_and_exit_statuses_lead_to_the_documented_actions():
     assert JOB["parallelism"] == JOB["completions"] == int(ENVIRONMENT["NODES"])
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ENVIRONMENT["LOCAL_WORLD_SIZE"])
     name, job = MANIFEST["metadata"]["name"], MANIFEST["spec"]["replicatedJobs"][0]["name"]
     assert ENVIRONMENT["MASTER_ADDR"] == f"{name}-{job}-0-0.{name}"
-
-
-def test_exit_statuses_lead_to_the_documented_actions():
-    """Kubernetes' message: Container NAME for pod POD failed with exit code N matching FailJob rule at index I"""
+    # Kubernetes' message: Container NAME for pod POD failed with exit code N matching FailJob rule at index I
     saved, mistake = MANIFEST["spec"]["failurePolicy"]["rules"]
     reported = [dict(rule["onExitCodes"]) for rule in JOB["podFailurePolicy"]["rules"]]
     assert [rule.pop("values") for rule in reported] == [[75], [2, 3, 4, 5]]  # say more than "failed": utils/errors.py
     assert reported == [{"containerName": CONTAINER["name"], "operator": "In"}] * 2
     pod = JOB["template"]["spec"]
     assert (JOB["backoffLimit"], pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == (0, "Never", 120)
+    assert MANIFEST["spec"]["failurePolicy"]["maxRestarts"] == 10
     assert saved["onJobFailureMessagePatterns"] == ["exit code 75 "]
     assert (saved["action"], mistake["action"]) == ("RestartJobSetAndIgnoreMaxRestarts", "FailJobSet")
     assert saved["onJobFailureReasons"] == mistake["onJobFailureReasons"] == ["PodFailurePolicy"]

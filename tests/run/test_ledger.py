@@ -91,8 +91,8 @@ def at(step, kind="step", **seconds):
 
 
 LOST_AND_RESUMED = (
-    begin(1000), at(3, train=3), at(7, "lost", train=7),
-    begin(1030, 4), at(7, replay=3), at(9, "end", replay=3, train=2),
+    begin(1000), at(3, train=3), at(7, "lost", train=7), at(1, train=1),  # the last: of a start that recorded no begin
+    begin(1030, 4), at(7, replay=3), at(9, "end", replay=3, train=0.5, input=0.5, validation=0.5, test=0.5),
 )  # fmt: skip
 
 
@@ -107,11 +107,10 @@ def test_the_last_dropped_record_of_each_start_is_kept(tmp_path):
 def test_the_parts_add_up_to_the_wall_clock():
     starts, seconds = runs.find_ledger(LOST_AND_RESUMED)
     assert starts == 2 and sum(seconds.values()) == 1030 + 9 - 1000
-    assert seconds == dict.fromkeys(seconds, 0) | {"start": 8, "train": 9, "replay": 3, "stopped": 19}
+    spent = {"start": 8, "train": 7.5, "input": 0.5, "validation": 0.5, "test": 0.5, "replay": 3, "stopped": 19}
+    assert seconds == dict.fromkeys(seconds, 0) | spent
     assert runs.find_ledger([{"kind": "start"}]) == (0, {})
-
-
-def test_clocks_that_disagree_add_no_time():
+    # clocks that disagree add no time
     rows = [begin(1000), at(6, train=6), begin(990, 6), at(9, train=3), {"kind": "step", "step": 9}]
     assert sum(runs.find_ledger(rows)[1].values()) == 10 + 7
 
@@ -120,15 +119,13 @@ def test_the_command_shows_it(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in LOST_AND_RESUMED))
     assert runs.main([str(tmp_path)]) == 0
     shown = re.sub(" +", " ", capsys.readouterr().out)
-    for text in ("│ 2 │ 23.1% │", "│ train │ 9.0 │ 23.1% │", "│ stopped │ 19.0 │ 48.7% │", "│ wall clock │ 39.0 │"):
+    for text in ("│ 2 │ 23.1% │", "│ train │ 7.5 │ 19.2% │", "│ stopped │ 19.0 │ 48.7% │", "│ wall clock │ 39.0 │"):
         assert text in shown
 
 
 def test_process_age_counts_seconds():
-    began, code = (
-        time.monotonic(),
-        "import time; time.sleep(0.3); from utils.run.clock import process_age as age; print(age())",
-    )
+    began = time.monotonic()
+    code = "import time; time.sleep(0.3); from utils.run.clock import process_age as age; print(age())"
     age = float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
     assert 0.3 <= age <= time.monotonic() - began + 0.02  # the kernel's resolution is 0.01 s
 

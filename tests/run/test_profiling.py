@@ -53,7 +53,7 @@ def row(key, own, total=None, device="CPU", count=1, annotation=False):
 HOST = [
     row("iteration 0", 100, 900, annotation=True),
     row("iteration 1", 100, 1100, annotation=True),
-    row("data", 200, annotation=True, count=2),
+    row("data", 200, annotation=True, count=4),
     row("forward/loss/backward", 1000, annotation=True, count=2),
     row("aten::convolution_backward", 600),
     row("aten::contiguous", 20, 120),  # with the copy that it calls
@@ -65,7 +65,7 @@ GPU = [
     row("cudnn::nchwToNhwcKernel", 400, device="CUDA"),
     row("Memcpy HtoD", 1200, device="CUDA"),
 ]
-RANGE_LINES = ["range host ms share", "iteration 1.000 100.0 %", "data 0.100 10.0 %"]
+RANGE_LINES = ["range host ms share", "iteration 1.000 100.0 %", "data 0.050 10.0 %"]
 RANGE_LINES += ["forward/loss/backward 0.500 50.0 %"]
 ON_CPU = ["top operators:", "30.0 % aten::convolution_backward", "5.0 % aten::copy_", "1.0 % aten::contiguous"]
 ON_GPU = ["GPU work: 2.00 ms per iteration", "top kernels:", "60.0 % conv", "30.0 % Memcpy HtoD"]

@@ -52,8 +52,9 @@ def epoch(watch, model, clock, waiting):
 
     windows = []
     for images, _ in watch.batches(four_batches(wait)):
-        clock.now += 2
-        model(images).sum().backward()
+        for _ in range(2):  # micro-batches
+            clock.now += 1
+            model(images).sum().backward()
         clock.now += 5
         watch.clock.count_step(0, 2)
         windows.append(watch.clock.close_window().data_wait)
@@ -97,11 +98,11 @@ def test_batches_after_the_last_log_point_count_too_but_the_start_of_workers_doe
 
 def test_a_rank_that_has_become_slow_is_named_once_by_the_epochs_steps(one_rank, clock):
     watch, remarks = StepWatch(nn.Conv2d(3, 1, 1), one_rank, running()), []
-    for steps, seconds in ((10, 1.0), (9, 1.5), (10, 1.5), (10, 1.5)):
-        watch.world = SimpleNamespace(all_gather=lambda mine, s=seconds: [mine, ("other", mine[1] and s, 0.0)])
+    for steps, seconds, waited in ((10, 1.0, 0.1), (9, 1.5, 0.1), (10, 1.5, 0.1), (10, 1.5, 0.2)):
+        watch.world = SimpleNamespace(all_gather=lambda mine, s=seconds, w=waited: [mine, ("other", mine[1] and s, w)])
         watch._spans = [[0.0, 1.0]] * (steps - 1) + [[0.0, 9.0], [0.0]]
         remarks.append(watch.remarks())
-    assert [len(remark) for remark in remarks] == [0, 0, 1, 0]
+    assert [len(remark) for remark in remarks] == [0, 0, 1, 1] and "takes 20% of the time of rank 1" in remarks[3][0]
     assert remarks[2][0].startswith("Rank 1 on other is slow: it needs 1.50 times the median")
 
 

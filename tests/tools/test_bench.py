@@ -78,21 +78,18 @@ def test_a_number_that_is_not_finite_is_null_in_a_report(tiny, one_rank, tmp_pat
     assert written["case"]["rate"]["values"] == [1.0, None] and written["bins"] == [None, None, 2.5] and threads == 77
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["ladder", "--warmup=-1"], "--warmup: is '-1'; expected a whole number from 0 on"),
-    (["scaling", "--nproc=1,0"], "--nproc: is '0'; expected a whole number from 1 on"),
-])  # fmt: skip
-def test_bad_usage_ends_with_status_2(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_a_bench_of_one_process_refuses_a_launcher_of_several(monkeypatch, capsys):
+def test_bad_usage_or_a_launcher_for_a_bench_of_one_process_ends_with_status_2(monkeypatch, capsys):
+    for name, value, least in (("ladder", "warmup=-1", 0), ("scaling", "nproc=0", 1)):
+        with pytest.raises(SystemExit, match="2"):
+            main([name, f"--{value}"])
+        assert f"is '{value.partition('=')[2]}'; expected a whole number from {least} on" in capsys.readouterr().err
     for name, value in torchrun_variables(1, 2, 29500).items():
         monkeypatch.setenv(name, value)
     assert main(["ladder"]) == 2
     assert "bench ladder is one process; start it without torchrun" in capsys.readouterr().err
+    for name in ("loaders", "limits"):  # measure all ranks
+        monkeypatch.setattr(f"tools.bench.{name}.run", Mock(return_value=7))
+        assert main([name]) == 7
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -107,15 +104,6 @@ def test_an_unwritable_file_is_reported_before_measuring(option, tmp_path, monke
     assert "matplotlib is missing" in capsys.readouterr().err
 
 
-def test_a_rung_is_a_block_with_settings():
-    rung = ladder.read_rung(CIFAR100, "fastest+enable_compile=false+lr=0.3", ["batch_size=64"])
-    assert (rung.enable_compile, rung.lr, rung.batch_size) == (False, 0.3, 64)
-    for name in ladder.RUNGS.split(","):
-        block, _, switch = name.partition("+")
-        changed = ladder.read_rung(CIFAR100, name, []) != ladder.read_rung(CIFAR100, block, [])
-        assert changed is bool(switch), f"{name} changes nothing"
-
-
 @pytest.fixture
 def rates(monkeypatch):
     """{case: images/s} of a bench, whose cases answer at once and without processes."""
@@ -126,6 +114,12 @@ def rates(monkeypatch):
 
 
 def test_a_ladders_speed_ups_and_its_regressions(rates, tmp_path, monkeypatch, capsys):
+    rung = ladder.read_rung(CIFAR100, "fastest+enable_compile=false+lr=0.3", ["batch_size=64"])
+    assert (rung.enable_compile, rung.lr, rung.batch_size) == (False, 0.3, 64)
+    for name in ladder.RUNGS.split(","):
+        block, _, switch = name.partition("+")
+        changed = ladder.read_rung(CIFAR100, name, []) != ladder.read_rung(CIFAR100, block, [])
+        assert changed is bool(switch), f"{name} changes nothing"
     found = {f"{kind}, {unit}": Trials((5e3,)) for kind, unit in (("product float32", "TFLOP/s"), ("memory", "GB/s"))}
     monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: found)
     arguments, report = ["ladder", "--configs=bs256,bs128", "--trials=1", *SMALL], tmp_path / "report.json"
@@ -201,11 +195,6 @@ def test_limits_count_multiply_adds_as_two_and_a_copy_as_reading_and_writing(mon
     assert [trials.median for trials in found.values()] == pytest.approx(rates)
 
 
-def trial_of(config, world, step=None, **options):
-    defaults = {"batches": 4, "steps": 2}
-    return loaders.loader_trial(config, plan_on(config), world, step, argparse.Namespace(**defaults | options))
-
-
 def test_rates_are_of_timed_batches_on_a_finished_device(tiny, one_rank, monkeypatch, capsys):
     """Loading a batch takes 1 second, the first one 11. The host does not wait for a step's 3 seconds on its device."""
     clock = SimpleNamespace(now=0, queued=0, perf_counter=lambda: clock.now)
@@ -226,7 +215,7 @@ def test_rates_are_of_timed_batches_on_a_finished_device(tiny, one_rank, monkeyp
     assert plan_on(tiny("fastest"), "cuda").capture_steps == GRAPH_WARMUP_STEPS + 1  # they are not timed
     monkeypatch.setattr(Plan, "capture_steps", 5)
     monkeypatch.setattr("utils.training.learner.Learner.train_step", step)
-    found = trial_of(tiny(), one_rank, step)()
+    found = loaders.loader_trial(tiny(), plan_on(tiny()), one_rank, step, argparse.Namespace(batches=4, steps=2))()
     assert found == {"images_per_sec": 32, "training_images_per_sec": 32 / 4, "waiting": 0.25}
     rung = common.Rung(tiny(), 1, 2)
     assert step.call_count == (5 + 2) + 5
@@ -272,26 +261,30 @@ def test_the_plain_loop_trains_the_same(tiny, monkeypatch):
 @pytest.mark.slow
 def test_lightnings_clock_stops_before_it_moves_the_network_to_the_cpu(tiny, monkeypatch):
     lightning = pytest.importorskip("lightning", reason='lightning is missing: pip install ".[peers]"')
-    events, ticks = [], iter([10.0, 12.0])
-
-    def recording(event, result):
-        return lambda *_: (events.append(event), result() if callable(result) else result)[1]
-
-    monkeypatch.setattr(peers, "time", SimpleNamespace(perf_counter=recording("clock", lambda: next(ticks))))
-    monkeypatch.setattr(common, "synchronize", recording("wait", None))
-    monkeypatch.setattr(lightning.LightningModule, "cpu", recording("to the CPU", None))
+    calls = Mock(clock=Mock(side_effect=[10.0, 12.0]))
+    monkeypatch.setattr(peers, "time", SimpleNamespace(perf_counter=calls.clock))
+    monkeypatch.setattr(common, "synchronize", calls.wait)
+    monkeypatch.setattr(lightning.LightningModule, "cpu", calls.cpu)
     assert peers.lightning_case(tiny(batch_size=8), 1, 3)() == {"full": 3 * 8 / 2.0}
-    assert events == ["wait", "clock", "wait", "clock", "to the CPU"]
+    assert [name for name, *_ in calls.mock_calls] == ["wait", "clock", "wait", "clock", "cpu"]
 
 
-def test_speed_up_and_efficiency_are_of_medians():
+def test_batches_are_checked_and_speed_ups_are_of_medians_and_of_the_slowest_rank(tiny, tmp_path, monkeypatch):
     records = {"strong 1": (100, 90, 500), "strong 4": (300, 320, 1), "weak 2": (50.0,)}
     results = scaling.summarise({name: {"train_images_per_sec": Trials(speeds)} for name, speeds in records.items()})
     assert (results["strong 4"]["train_speed_up"], results["strong 4"]["train_efficiency"]) == (3.0, 0.75)
     assert results["weak 2"]["train_efficiency"] == 1.0, "the fewest processes are the reference"
-
-
-def test_batches_are_checked_before_anything_runs(tiny):
+    # measured in three rounds of three steps; the other rank has half of this rank's images/s
+    rates = {"ddp": iter((9, 60, 70, 10)), "no_communication": iter((9, 80, 10, 100))}  # the first: warm-up
+    world = Mock(world_size=2, is_main=True, all_gather=lambda value: [value, value / 2])
+    plan, path = Mock(capture_steps=5, describe=dict), tmp_path / "values"
+    monkeypatch.setattr(scaling, "open_dataset", Mock())
+    monkeypatch.setattr(scaling, "build_loaders", lambda *_: Mock(train=[(torch.zeros(1), None)]))
+    monkeypatch.setattr(scaling, "build_measured", lambda case, *_, **__: Mock(train_step=case.parallel, plan=plan))
+    monkeypatch.setattr(scaling, "images_per_sec", measured := Mock(side_effect=lambda *a: next(rates[a[5]])))
+    scaling.measure_rank(tiny(), 2, 7, path, world)
+    assert json.loads(path.read_text()) == {"train_images_per_sec": 30, "plan": {}, "communication_share": 0.25}
+    assert [call.args[2:4] for call in measured.call_args_list] == [(0, 5)] * 2 + [(0, 3)] * 6
     assert {key: case.batch_size for key, case in scaling.configs_of(tiny(), [1, 2], ["strong", "weak"]).items()} == {
         ("strong", 1): 32, ("strong", 2): 32, ("weak", 1): 32, ("weak", 2): 64,
     }  # fmt: skip
@@ -299,10 +292,9 @@ def test_batches_are_checked_before_anything_runs(tiny):
         scaling.configs_of(tiny(), [1, 3], ["strong"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "cases"), [
-    (["scaling", "--mode=weak", "--nproc=2", "--iters=3", "--warmup=1"], ["weak 2"]),
-    (["peers", "--iters=2"], ["this project", *OTHERS]),
+    pytest.param(["scaling", "--mode=weak", "--nproc=2", "--iters=3"], ["weak 2"], marks=pytest.mark.slow),
+    pytest.param(["peers", "--iters=2"], ["this project", *OTHERS], marks=pytest.mark.slow),
     (["loaders", "--loaders=torchvision,device", "--batches=4", "--steps=2"], ["torchvision", "device"]),
 ])  # fmt: skip
 def test_a_bench_measures_and_reports(arguments, cases, tmp_path):

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -62,16 +63,6 @@ def test_missing_data_fails_with_the_command_that_downloads_it(tmp_path):
     assert machine.check_data(config) == Finding("data", "ok", "imagefolder: 1 + 1 images")
 
 
-def test_full_unwritable_or_slow_disk(monkeypatch, tmp_path):
-    assert machine.check_disk(tmp_path).level == "ok"
-    assert machine.check_disk(tmp_path, needed=2**62).level == "fail"
-    unwritable = machine.check_disk(Path("/proc/not/there"))
-    assert unwritable.level == "fail" and "/proc: cannot be written" in unwritable.message
-    monkeypatch.setattr(machine, "time", clock := SimpleNamespace(now=0.0, perf_counter=lambda: clock.now))
-    monkeypatch.setattr(os, "fsync", lambda _: vars(clock).update(now=1.4))  # then 2^26 bytes are on the disk
-    assert machine.check_disk(tmp_path).level == "warn"
-
-
 def test_host_name_that_does_not_resolve_fails():
     def resolve(name):
         if name == "gpu03":
@@ -99,12 +90,19 @@ def test_torch_and_driver_must_match(monkeypatch, tmp_path):
         assert machine.driver_version(version) == "580.65.06"
 
 
-def test_memory_for_each_rank(tmp_path, monkeypatch):
-    """The check takes the smaller of the machine's memory and the container's limit."""
+def test_memory_for_each_rank_and_a_full_unwritable_or_slow_disk(tmp_path, monkeypatch):
+    assert machine.check_disk(tmp_path).level == "ok"
+    assert machine.check_disk(tmp_path, needed=2**62).level == "fail"
+    unwritable = machine.check_disk(Path("/proc/not/there"))
+    assert unwritable.level == "fail" and "/proc: cannot be written" in unwritable.message
+    monkeypatch.setattr(machine, "time", clock := SimpleNamespace(now=0.0, perf_counter=lambda: clock.now))
+    for seconds, level in ((1.3, "ok"), (1.4, "warn")):  # then 2^26 bytes are on the disk
+        monkeypatch.setattr(os, "fsync", lambda _, seconds=seconds: vars(clock).update(now=clock.now + seconds))
+        assert machine.check_disk(tmp_path).level == level
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable:   15700000 kB\n")
     assert [machine.check_memory(tmp_path, ranks).level for ranks in (8, 9)] == ["ok", "warn"]
-    monkeypatch.setattr(machine, "memory_limit", lambda root: 1e9)
+    monkeypatch.setattr(machine, "memory_limit", lambda root: 1e9)  # the container's limit is smaller
     assert machine.check_memory(tmp_path, 1).message == "1.0 GB available for 1 rank(s)"
 
 
@@ -234,6 +232,7 @@ QUOTED = "; Persistence Mode Fail; Memory Fail - GPU: 3; Warning Persistence mod
 @pytest.mark.parametrize(("action", "arguments", "level", "message"), [
     ("echo '| Denylist | Pass |'; echo '| EUD Test | Skip - All |'; exit 7", (1, 8, 8), "ok", "dcgmi diag -r 1"),
     (f"printf '%s' '{DENIED}'; exit 7", (1, 8, 8), "fail", f"dcgmi diag -r 1{QUOTED}"),
+    ("echo '| Denylist | Pass |'; echo '| Warning | low |'", (1, 8, 8), "warn", "dcgmi diag -r 1; Warning low"),
     ("echo Error: no connection; exit 7", (1, 8, 8), "warn",
      "dcgmi diag -r 1: no result, status 7 (124: time limit)"),
     ("sleep 20", (2, 8, 8), "warn", "dcgmi diag -r 2: no result, status 124 (124: time limit)"),
@@ -284,13 +283,6 @@ def test_a_slow_all_reduce_warns(kind, rate, level, monkeypatch):
     assert (finding.level, finding.figures) == (level, {"GB/s": rate})
 
 
-def test_a_rank_with_different_software_is_named():
-    same = {"torch": "2.14.1", "driver": "580"}
-    assert [one.level for one in measured.check_versions([("a", same), ("b", same)])] == ["ok"]
-    (finding,) = measured.check_versions([("a", same), ("b", same), ("c", same | {"driver": "570"})])
-    assert (finding.level, finding.where) == ("fail", "c") and "driver 570; most ranks: " in finding.message
-
-
 def record(node, *rates, findings=(), device="H200", software=("torch", "2.14.1")):
     places = [(f"{node}, cuda:{number}", {"bf16 TFLOP/s": rate}) for number, rate in enumerate(rates)]
     limits = [Finding("limits", "ok", "", where=where, figures=figures) for where, figures in places]
@@ -312,7 +304,12 @@ def test_the_slow_node_is_named_with_its_value_and_one_with_fewer_devices():
     assert compare_records([eight], [seven], "the baseline")[-1].level == "ok"
 
 
-def test_a_device_that_computes_differently_is_named():
+def test_a_rank_with_different_results_is_named_and_one_with_different_software_also_refused():
+    same = {"torch": "2.14.1", "driver": "580"}
+    assert [one.level for one in measured.check_versions([("a", same), ("b", same)])] == ["ok"]
+    (finding,) = measured.check_versions([("a", same), ("b", same), ("c", same | {"driver": "570"})])
+    assert (finding.level, finding.where) == ("fail", "c") and "driver 570; most ranks: " in finding.message
+
     def trained(where, fingerprint, kind="H200, torch 2"):
         return Finding("fingerprint", "ok", f"{kind}: {fingerprint}", where=where)
 
@@ -324,9 +321,6 @@ def test_a_device_that_computes_differently_is_named():
     assert [finding.where for finding in compare_records([now], [before], "the baseline")] == ["n", "n"]
     other = record("m", findings=[trained("m", "b")])  # only this node is judged, not the baseline's
     assert {finding.where for finding in compare_records([now], [other], "the baseline")} == {"n"}
-
-
-def test_different_devices_or_versions_are_refused():
     cases = {"device A100 and H200": {"device": "A100"}, "torch 2.11.0 and 2.14.1": {"software": ("torch", "2.11.0")}}
     for message, changes in cases.items():
         both = [record("a", 1.0), record("b", 1.0, **changes)]
@@ -358,9 +352,8 @@ def test_a_figure_15_percent_below_the_baseline_fails(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize(("level", "status"), [("ok", 0), ("warn", 1), ("fail", 2)])
 def test_exit_status_and_last_line_give_the_worst_level(level, status, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(
-        doctor, "examine", lambda *_: [Finding("pcie", level, "x", "look", "n"), Finding("a", "ok", "")]
-    )
+    found = [Finding("pcie", level, "x", "look", "n"), Finding("a", "ok", "")]
+    monkeypatch.setattr(doctor, "examine", lambda *_: found)
     assert doctor.main(["--set=device=cuda", f"--failing-nodes={tmp_path}/failing"]) == status
     assert (tmp_path / "failing").read_text() == ("n\n" if level == "fail" else "\n")
     assert re.match(rf"{level}: \d ok, \d warn, \d fail$", capsys.readouterr().out.splitlines()[-1])
@@ -389,6 +382,8 @@ def test_the_names_of_failing_nodes_are_written_for_srun(tmp_path, capsys):
         Path(records[1]).write_text(record("b", findings=findings * 2).model_dump_json())
         assert doctor.main(["--compare", *records, "--failing-nodes", str(written)]) == status
         assert written.read_text() == f"{names}\n" and (f"x4  [{place}]" in capsys.readouterr().out) == bool(place)
+    Path(records[0]).write_text(record("a", 1.0, findings=record("c", 0.8).findings).model_dump_json())
+    assert doctor.main(["--compare", records[0], "--failing-nodes", str(written)]) == 2 and written.read_text() == "c\n"
     assert doctor.main(["--failing-nodes", str(tmp_path / "absent/file")]) == 2
     assert "--failing-nodes" in capsys.readouterr().err
 
@@ -431,10 +426,8 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # a run in this process may have set it
     random, threads = torch.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        finding, after = measured.check_device(torch.device("cpu")), torch.get_num_threads()
-    finally:
-        torch.set_num_threads(threads)
+    finding, after = measured.check_device(torch.device("cpu")), torch.get_num_threads()
+    torch.set_num_threads(threads)
     assert finding.level == "ok" and re.search(": [0-9a-f]{16}$", finding.message) and after == 2
     assert torch.equal(torch.get_rng_state(), random)
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32
@@ -465,6 +458,15 @@ def test_a_short_burn_in_on_this_machine(tiny, one_rank, monkeypatch):
     finding = measured.burn_in(tiny(), one_rank, 1)
     assert finding.figures == {"images/s": 2 * 32 / 0.05} and "4 rounds" in finding.message
     assert finding.level == "ok" and "4 equal fingerprints" in finding.message
+
+
+def test_container_recipes_install_what_the_project_needs(monkeypatch, capsys):
+    docker, apptainer = ((ROOT / "deploy" / name).read_text() for name in ("Dockerfile", "apptainer.def"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    monkeypatch.chdir(ROOT)
+    exec(*re.findall(r"python -c '([^']*)' >requirements.txt", apptainer.replace("\\\n", "")))
+    packages = [*project["dependencies"], *project["optional-dependencies"]["report"]]
+    assert capsys.readouterr().out.splitlines() == packages and 'pip install --no-cache-dir ".[report]"' in docker
 
 
 @pytest.mark.slow

@@ -74,20 +74,18 @@ def report(tmp_path):
     return write
 
 
-def test_command_prints_both_curves_and_its_assumptions(report, capsys):
+def test_command_prints_both_curves_and_its_assumptions_from_a_ladder(report, capsys):
     """Also for a report with a setting that this version lacks."""
-    assert main(["--from", report(), "--gpus", "1,8", "--intra", "240"]) == 0
+    assert main(["--from", report(), "--gpus", "1,8,256,257", "--gpus-per-node=4", "--intra=240"]) == 0
     printed = capsys.readouterr().out
-    assert "fast, 12,800 images/s with batch 256" in printed and "intra=240000000000.0, inter=10000000000.0" in printed
-    rows = [re.sub(r"[(),%]", "", line).split() for line in printed.splitlines()[-4:]]
+    assert "fast, 12,800 images/s with batch 256" in printed and "e=4, intra=240000000000.0, inter=1000" in printed
+    rows = [re.sub(r"[(),%]", "", line).split() for line in printed.splitlines()[-7:]]
     assert rows[0] == ["weak", "1", "256", "20.00", "12800", "100.0", "100.0", "to", "100.0"]
-    assert [row[:3] for row in rows[1:]] == [["weak", "8", "256"], ["strong", "1", "256"], ["strong", "8", "32"]]
+    gpus_and_batches = ["weak 8 256", "weak 256 256", "weak 257 256", "strong 1 256", "strong 8 32", "strong 256 1"]
+    assert [" ".join(row[:3]) for row in rows[1:]] == gpus_and_batches
     for _, gpus, batch, milliseconds, rate, *_ in rows:
         assert float(rate) == pytest.approx(1e3 * int(gpus) * float(batch) / float(milliseconds), rel=0.01)
-    assert "the model does not apply" in printed.splitlines()[-1]
-
-
-def test_a_forecast_needs_a_ladder(report, capsys):
+    assert printed.count("the model does not apply") == 2
     path = report(bench="loaders", results={"device": {"training_images_per_sec": {"median": 9e4}}})
     assert main(["--from", path]) == 3
     assert "not a report of tools.bench ladder" in capsys.readouterr().err
@@ -96,4 +94,4 @@ def test_a_forecast_needs_a_ladder(report, capsys):
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/ladder*.json")), ids=lambda path: path.parent.name)
 def test_reports_of_earlier_versions_can_be_read(path, capsys):
     assert main(["--from", str(path), "--gpus", "8"]) == 0
-    assert predict_scaling.PUBLISHED.exists() and "images/s" in capsys.readouterr().out
+    assert predict_scaling.PUBLISHED.exists() and "intra=120000000000.0, inter=10000000000.0" in capsys.readouterr().out

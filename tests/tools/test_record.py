@@ -130,13 +130,9 @@ def test_seeds_are_paired_and_the_command_resumes(tmp_path, runs, capsys):
     assert "0.67 ± 2.52 points over bs128, by seed +3.00 +1.00 -2.00; 2.00" in capsys.readouterr().out
     common_seed = record.compare(summary["trials"][1:], first["trials"][:2])  # only seeds of both count
     assert common_seed["gain"] == {"mean": pytest.approx(1), "sd": None}
-    assert bench.main(command(tmp_path, 1, f"--against={other}", "--set=momentum=0.8")) == 2
-
-
-@pytest.mark.parametrize("other", ["bs128+no_such_key=1", "nothing"])
-def test_a_mistake_is_reported_before_the_first_run(other, tmp_path, runs):
-    assert bench.main(command(tmp_path, 1, f"--against={other}")) == 2
-    assert runs == []
+    for mistake in ([other, "--set=momentum=0.8"], ["bs128+no_such_key=1"], ["nothing"]):
+        assert bench.main(command(tmp_path, 9, "--against", *mistake)) == 2
+    assert len(runs) == 6, "a mistake is reported before the first run"
 
 
 def test_a_seeds_run_begins_anew_keeps_its_logs_and_ends_with_its_status(tmp_path):
@@ -144,6 +140,7 @@ def test_a_seeds_run_begins_anew_keeps_its_logs_and_ends_with_its_status(tmp_pat
     settings = [word.removeprefix("--set=") for word in TINY_OPTIONS] + ["save_checkpoint=false", "seed=3"]
     seconds = record.run_seed(CIFAR100, "bs128", [*settings, "stop_at_accuracy=0.01"], tmp_path)["seconds"]
     assert 0 < seconds["training"] < seconds["run"] < seconds["command"]
+    assert [path.name for path in tmp_path.iterdir()] == ["seed-3"]
     kept = {"config.yaml", "environment.json", "train.log", "metrics.jsonl", "trial.json"}
     assert {path.name for path in (tmp_path / "seed-3").iterdir()} == kept
     with pytest.raises(SystemExit, match="2"):

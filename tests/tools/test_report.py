@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tools import runs as runs_tool
 from tools.report import duration, goals, main
-from tools.runs import Run
+from tools.runs import CLOCKS, Run
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
 PUBLISHED = ROOT / "results/reference/sc20_curves.json"
@@ -101,7 +101,7 @@ def test_goals():
         epochs = [{"epoch": n, "seconds": n, "acc1/valid": share} for n, share in enumerate(accuracies, 1)]
         return Run("name", Path(), config=config, epochs=epochs)
 
-    assert goals([reaching(0.2, 0.55), reaching(0.4, 0.7)]) == [0.55, 0.7]
+    assert goals([reaching(0.2, 0.55), reaching(0.4, 0.8)]) == [0.55, 0.75, 0.8]
     assert goals([reaching(0.93, dataset="cifar10")]) == [0.93]
     assert goals([reaching(0.93, dataset="cifar100")]) == [0.75, 0.93]
     assert goals([reaching(0.948, dataset="cifar10", stop_at_accuracy=0.945)]) == [0.94, 0.945]
@@ -120,13 +120,14 @@ def test_a_run_named_twice_is_one_and_runs_of_one_name_have_their_paths(run, pag
     assert len(set(names)) == 3 + 2 * 6 and names[1].endswith("expts/b") and names[2].endswith("other/b")
 
 
-def test_names_are_escaped(run, page, tmp_path):
+def test_names_are_escaped_and_the_longest_run_sets_the_unit(run, page, tmp_path):
     hostile = "<img src=x onerror=hurt()>'\"&amp;"
     shutil.move(run("plain"), tmp_path / "expts" / hostile)
     shutil.copytree(tmp_path / "expts" / hostile, tmp_path / "expts" / os.fsdecode(b"caf\xe9"))
-    curves = tmp_path / "curves.json"
-    curves.write_text(json.dumps({"runs": {"</script><b>bold": {"epoch": [1, 2], "acc1/valid": [0.5, 0.6]}}}))
+    curves, clocks = tmp_path / "curves.json", {CLOCKS[0]: [3600, 7200], CLOCKS[1]: [0, 1]}
+    curves.write_text(json.dumps({"runs": {"</script><b>bold": {"epoch": [1, 2], "acc1/valid": [0.5, 0.6]} | clocks}}))
     text, tables = page(tmp_path / "expts", curves)
+    assert [1.0, 2.0] in [trace["x"] for trace in traces(text) if trace.get("xaxis") == "x2"], "hours"
     names = ["caf\\udce9", hostile, "</script><b>bold (published)"]
     assert sorted(row[0] for row in tables["results"][1:]) == sorted(names)
     assert not re.search("<img|<b>", without_scripts(text)) and not any("<" in trace["name"] for trace in traces(text))
@@ -168,14 +169,16 @@ def test_a_run_that_began_from_another_runs_checkpoint_has_that_runs_best(run, p
     records = [record for record in records if record["kind"] != "epoch" or record["epoch"] > 1]
     records[-1] |= {"best_acc1": 0.99, "best_epoch": 1, "images_per_sec": 1234.4}
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (metrics.parent / "environment.json").write_text('{"device": "GPU", "world_size": 2}')
     row = page(metrics.parent)[1]["results"][1]
-    assert row[2:5] == ["3 of 3", "99.00%", "1"] and row[7] == "1,234"
+    assert row[2:5] == ["3 of 3", "99.00%", "1"] and row[7:9] == ["1,234", "2 x GPU"]
 
 
-def test_states(run, page, tmp_path, capsys):
+def test_states_and_a_folder_without_a_run(run, page, tmp_path, capsys):
     folders = {name: run(name) for name in ("going", "stopped", "full", "killed")}
     run("done")
-    stops = {"stopped": '"status": 75', "full": '"status": 1, "reason": "No space left on device"'}
+    stops = {"killed": '"status": 75}\n{"kind": "end", "epoch": 1, "best_acc1": 1, "best_epoch": 1}\n{"kind": "resume"'}
+    stops |= {"stopped": '"status": 75', "full": '"status": 1, "reason": "No space left on device"'}
     for name, folder in folders.items():
         lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"epoch": 3' not in line]
         lines += [f'{{"kind": "stop", {stops[name]}}}'] if name in stops else []
@@ -187,16 +190,14 @@ def test_states(run, page, tmp_path, capsys):
             "going": ["running", "2 of 3"], "done": ["finished", "3 of 3"], "stopped": ["stopped", "2 of 3"],
             "killed": ["failed", "2 of 3"], "full": ["failed", "2 of 3"],
         }  # fmt: skip
+        assert not any("100.00%" in row for row in tables["results"]), "that end was not the last"
         capsys.readouterr()
         assert runs_tool.main([str(tmp_path / "expts")]) == 0
         printed = capsys.readouterr().out
     assert re.search(r"going +│ +running │ +2 of 3", printed) and re.search(r"done +│ +finished │ +3 of 3", printed)
     for shown in (text, printed):
         assert "killed: no record of its end" in shown and "full: ended by No space left on device" in shown
-
-
-def test_runs_without_a_run(tmp_path, capsys):
     assert runs_tool.main([str(tmp_path / "nothing")]) == 3
-    (tmp_path / "tb_logs").mkdir()  # a folder with only TensorBoard's files
-    assert runs_tool.main([str(tmp_path)]) == 0
+    (tmp_path / "alone/tb_logs").mkdir(parents=True)  # a folder with only TensorBoard's files
+    assert runs_tool.main([str(tmp_path / "alone")]) == 0
     assert re.search(r" failed +│ +0 │ +- │ +- │", capsys.readouterr().out)

@@ -23,6 +23,7 @@ def iteration(number, start, length):
         "aten::copy_": (100, 500), "aten::conv2d": (1200, 1000), "aten::contiguous": (1300, 200),
         "aten::batch_norm": (2200, 300), "autograd::engine::evaluate_function: AddmmBackward0": (2600, 400),
         "aten::mm": (2700, 200), "c10d::allreduce_": (2900, 50), "aten::add_": (length - 800, 600),
+        "aten::mul": (length - 100, 50),
     }  # fmt: skip
     rows = [event(name, start + at, duration, "user_annotation") for name, (at, duration) in ranges.items()]
     rows += [event(name, start + at, duration) for name, (at, duration) in operators.items()]
@@ -49,7 +50,7 @@ def test_the_median_step_has_its_lanes_in_order(folder):
     assert lanes["operators"] == {
         "copy": [(0.1, 0.5)], "convolution": [(1.2, 1.0)], "layout transpose": [(1.3, 0.2)],
         "batch norm": [(2.2, 0.3)], "matrix product": [(2.6, 0.4), (2.7, 0.2)], "communication": [(2.9, 0.05)],
-        "optimizer": [(5.2, 0.6)],
+        "optimizer": [(5.2, 0.6)], "other": [(5.9, 0.05)],
     }  # fmt: skip
     assert lanes["backward pass"] == {"range": [(2.6, 0.4)]}
     # the one that began in iteration 2, and the one that ends after iteration 3, are cut
@@ -58,7 +59,7 @@ def test_the_median_step_has_its_lanes_in_order(folder):
 
 
 def test_a_gpus_step_lasts_from_its_first_work_to_the_next_steps(tmp_path):
-    rows = []
+    rows = [event("late", 99_000, 9, "kernel"), event("nccl:all_reduce", 14_000, 9, "user_annotation")]  # left out
     for number, first in enumerate((1000, 13_000, 23_000)):  # steps of 12, 10 and 9.5 ms; the host needs 2 ms
         host, gpu = 2000 * number, first
         rows += [

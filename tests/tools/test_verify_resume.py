@@ -3,13 +3,14 @@
 import json
 import random
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.conftest import ROOT, TINY, as_options
 from tools import verify_resume
-from tools.verify_resume import RunCommand, compare, main, train_and_kill
+from tools.verify_resume import RunCommand, compare, main, train_and_kill, verify
 from utils.errors import ExpectedError
 from utils.files import write_atomically
 from utils.run.checkpoint import encode, newest_good, read_checkpoint, save_checkpoint
@@ -23,6 +24,7 @@ def last_bits(folder, rows):
     _, state, _ = newest_good(folder / "checkpoints")
     for changed in (state["model"]["fc.weight"], state["optimizer"]["state"][0]["momentum_buffer"]):
         changed.view(-1).view(torch.int32)[0] ^= 1
+    state["ranks"][0]["of_this_rank"] = 1
     save_checkpoint(folder / "checkpoints", state, 2, is_best=False)
 
 
@@ -35,7 +37,7 @@ def other_best(folder, rows):
 @pytest.mark.parametrize(("change", "places"), [
     (lambda _, rows: [row.update(seconds=1.5, clock_seconds={"train": 1.5}) for row in rows], set()),
     (lambda _, rows: rows[1].update(learning_rate=rows[1]["learning_rate"] + 1e-15), {"metrics.jsonl.0.learning_rate"}),
-    (last_bits, {"model.fc.weight", "optimizer.state.0.momentum_buffer"}),
+    (last_bits, {"model.fc.weight", "optimizer.state.0.momentum_buffer", "ranks.0.of_this_rank"}),
     (other_best, {"model of best.pt.fc.bias"}),
     (lambda _, rows: rows.pop(), {"metrics.jsonl"}),
 ])  # fmt: skip
@@ -83,6 +85,21 @@ def test_a_start_that_does_not_resume_is_detected(folder, scripted):
     scripted(FORGETFUL)
     with pytest.raises(ExpectedError, match="a start did not resume from its good checkpoint"):
         train_and_kill(job, folder, None, random.Random(0))
+    folder.with_name(f"{folder.name}.status").write_text("3")  # of the start before
+    scripted("")
+    assert train_and_kill(job, folder, None, random.Random(0)) == ""
+
+
+def test_a_run_is_killed_eight_times_at_most_and_a_difference_is_returned(tmp_path, monkeypatch):
+    (tmp_path / "uninterrupted").mkdir()
+    (tmp_path / "uninterrupted/metrics.jsonl").write_text('{"kind": "end", "seconds": 9}\n')
+    monkeypatch.setattr(verify_resume, "train_and_kill", start := Mock(side_effect=lambda *a: a[2] and "in training"))
+    monkeypatch.setattr(verify_resume, "compare", compared := Mock(side_effect=[[], ["lr"]]))
+    monkeypatch.setattr(verify_resume.shutil, "rmtree", Mock())
+    assert verify(RunCommand([], 1, 9.0), 10, random.Random(0), tmp_path) == ["lr"]
+    folders = ["uninterrupted", *9 * ["killed-1"], *3 * ["killed-2"]]
+    assert [call.args[1].name for call in start.call_args_list] == folders
+    assert compared.call_args.args == (tmp_path / "uninterrupted", tmp_path / "killed-2")
 
 
 @pytest.mark.slow

@@ -445,11 +445,13 @@ def test_the_doctor_drains_a_node_and_returns_only_its_own(tmp_path, drained, do
     asked = "exit 127" if drained is None else f'[[ $1 != update ]] || printf "%s\\n" "${{@:2}}" >{tmp_path}/update'
     make_command(tmp_path, "scontrol", f'echo "NodeName=node1 CoresPerSocket=1 {state}"\n{asked}')
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURMD_NODENAME": "node1", "SLURM_SCRIPT_CONTEXT": role}
-    environment |= {"DOCTOR": "doctor", "DOCTOR_SECONDS": "0.5" if doctor == HANGS else "20"}
+    environment |= {"DOCTOR": "doctor"} | ({"DOCTOR_SECONDS": "0.5"} if doctor == HANGS else {})
+    make_command(tmp_path, "timeout", f'echo "$*" >{tmp_path}/limit; exec /usr/bin/timeout "$@"')
     if drained is None:  # then `command` finds nothing
         environment["BASH_FUNC_command%%"] = "() { return 1; }"
     assert subprocess.run(["bash", CHECK_NODE], env=environment, check=False).returncode == status
     updated, said, began = ("".join(f.read_text() for f in tmp_path.glob(name)) for name in ("update", "said", "began"))
     assert began.endswith("check_node.sh mended\n") == ((drained, role) == (OURS, "health"))
     assert updated.splitlines() == (["NodeName=node1", *update] if update else [])
+    assert doctor == HANGS or role == "health" or (tmp_path / "limit").read_text() == "--kill-after=10 120 doctor\n"
     assert ("node1: there is no scontrol in " in said) == (drained is None)
