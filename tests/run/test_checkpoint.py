@@ -211,11 +211,6 @@ def test_a_best_accuracy_over_another_validation_set_is_no_longer_the_best(tiny,
     assert read_checkpoint(path.with_name("best.pt"))["epoch"] == 2
     line = "Validation has changed (images 30 -> 200): 100.00% of epoch 1 cannot be compared"
     assert line in (tmp_path / "train.log").read_text()
-    # nor is a validation that has missed more than one image in a hundred, or more than the best one
-    for images, before, is_best in ((197, 0, False), (198, 0, True), (198, 199, False), (199, 199, True)):
-        trainer.run.best = checkpoint.NO_BEST | {"images": before}
-        best = trainer.run.best_with({"acc1": 0.5, "loss": 1.0, "images": images})
-        assert (best is not trainer.run.best) is is_best, (images, before)
     run(few, one_rank, tmp_path, resume=str(tmp_path))  # nothing is left to train: the best stays
     assert read_checkpoint(path.with_name("best.pt"))["epoch"] == 2
 
