@@ -1,20 +1,18 @@
-"""Write what is generated from the settings' fields: config/schema.json, and the block `default` of cifar100.yaml.
+"""Write config/schema.json, the block `default` of cifar100.yaml and tests/config/blocks.json; see test_config.py.
 
-    python -m tests.generated
-
-test_config.py compares both with the fields.
+python -m tests.generated
 """
 
 import json
 
-from tests.conftest import CIFAR100, ROOT
+from tests.conftest import BLOCKS, CIFAR100, ROOT
 from utils.base_config import as_yaml
-from utils.config import Config
+from utils.config import Config, load_config
 from utils.config.config import section
 
 COMMENT_COLUMN = 34  # in the default block
 LINE_LENGTH = 120
-SCHEMA = ROOT / "config/schema.json"
+SCHEMA, PUBLISHED = ROOT / "config/schema.json", ROOT / "tests/config/blocks.json"
 
 
 def schema():
@@ -59,6 +57,16 @@ def with_default_block(text):
     return before + default_block() + rest[rest.index("\n# ---") :]
 
 
+def blocks():
+    """Return the blocks of config/ as lines of JSON, each with all of its values that are no defaults of `Config`."""
+    text, defaults = "", Config().model_dump(mode="json").items()
+    for path, name in (block.values for block in BLOCKS):
+        values = load_config(path, name).model_dump(mode="json").items()
+        text += json.dumps({f"{path.name}#{name}": dict(item for item in values if item not in defaults)}) + "\n"
+    return text
+
+
 if __name__ == "__main__":
+    PUBLISHED.write_text(blocks(), encoding="utf-8")
     CIFAR100.write_text(with_default_block(CIFAR100.read_text(encoding="utf-8")), encoding="utf-8")
     SCHEMA.write_text(json.dumps(schema(), indent=1), encoding="utf-8")

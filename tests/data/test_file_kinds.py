@@ -34,7 +34,8 @@ def with_alpha(kind, **options):
 
 JPEG = encode("JPEG", quality=90)
 MIDDLE = (JPEG.rfind(b"\xff\xda") + len(JPEG)) // 2  # of the compressed data
-DEEP, BLACK_IS_ZERO = encode("TIFF", picture().convert("L").convert("I;16")), struct.pack("<HHII", 262, 3, 1, 1)
+GREY, DEEP = (encode("TIFF", picture().convert("L").convert(mode)) for mode in ("L", "I;16"))
+BLACK_IS_ZERO, WHITE_IS_ZERO = (struct.pack("<HHII", 262, 3, 1, value) for value in (1, 0))
 ROTATED = Image.Exif()
 ROTATED[0x0112] = 6
 ROWS = [  # (name, content or function of the path, outcome)
@@ -49,8 +50,10 @@ ROWS = [  # (name, content or function of the path, outcome)
     ("alpha.webp", with_alpha("WEBP", lossless=True), READ),
     ("deep.png", encode("PNG", Image.fromarray(np.arange(SIZE**2, dtype=np.uint16).reshape(SIZE, SIZE) * 64)), READ),
     ("uint16.tif", DEEP, READ),  # of 16 bits the upper eight, as in deep.png
+    ("uint16.pgm", b"P5 32 32 65535\n" + np.arange(0, 2**16, 64, dtype=">u2").tobytes(), READ),
+    ("8 bits, white is 0.tif", GREY.replace(BLACK_IS_ZERO, WHITE_IS_ZERO), READ),
     ("float.tif", encode("TIFF", picture().convert("F")), UNREADABLE),  # other depths, signed numbers
-    ("white is 0.tif", DEEP.replace(BLACK_IS_ZERO, BLACK_IS_ZERO[:-4] + bytes(4)), UNREADABLE),
+    ("white is 0.tif", DEEP.replace(BLACK_IS_ZERO, WHITE_IS_ZERO), UNREADABLE),
     ("int16.tif", encode("TIFF", picture().convert("L").convert("I;16"), tiffinfo={339: 2}), UNREADABLE),
     ("float.ppm", b"Pf 4 4 -1.0\n" + np.ones(16, np.float32).tobytes(), UNREADABLE),
     ("gif.png", animated("GIF"), READ),  # the first frame
@@ -66,6 +69,7 @@ ROWS = [  # (name, content or function of the path, outcome)
     ("empty.jpg", b"", UNREADABLE),
     ("bomb.png", lambda path: Image.new("1", (20_000, 20_000)).save(os.fsdecode(path)), UNREADABLE),
     ("fifo.jpg", os.mkfifo, UNREADABLE),  # not a regular file
+    ("socket.jpg", lambda path: os.mknod(path, 0o140600), UNREADABLE),  # S_IFSOCK
     ("device.jpg", lambda path: os.symlink("/dev/zero", path), UNREADABLE),
     ("broken.jpg", lambda path: os.symlink("nowhere", path), UNREADABLE),
     ("loop.jpg", lambda path: os.symlink("loop.jpg", path), UNREADABLE),

@@ -234,10 +234,9 @@ def test_more_than_one_percent_of_unreadable_images_ends_the_run(bad, stops, dam
         assert len(report_unreadable(one_rank, built.every(), tmp_path)) == 1
 
 
-@pytest.mark.parametrize("number", [errno.EIO, None])
-def test_a_passing_error_is_no_damage(number, monkeypatch):
-    """It is tried again; if it stays, the run ends with the file and the reason. None: PIL's lack of memory."""
-    passing = OSError(number, "x") if number else OSError("out of memory error when reading image file")
+@pytest.mark.parametrize("passing", [OSError(errno.EIO, "x"), OSError("out of memory"), MemoryError(), TimeoutError()])
+def test_a_passing_error_is_no_damage(passing, monkeypatch):
+    """It is tried again; if it stays, the run ends with the file and the reason."""
     left, slept, (split, _) = [passing] * 2, [], many_files(3, ())
     monkeypatch.setattr(image_files.time, "sleep", slept.append)
 

@@ -261,8 +261,7 @@ def test_the_last_few_are_kept_and_weights_that_are_not_finite_never_saved(tmp_p
 def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, tmp_path, monkeypatch):
     """A power cut keeps of a file only what was synced to the disk. The last checkpoint before an epoch's end is not
     written again by the validation."""
-    metrics, durable, found = tmp_path / "metrics.jsonl", {}, []
-    really = os.fsync
+    metrics, durable, found, really = tmp_path / "metrics.jsonl", {}, [], os.fsync
 
     def fsync(descriptor):
         really(descriptor)
@@ -271,6 +270,7 @@ def test_after_a_power_cut_the_records_reach_to_the_checkpoint(tiny, one_rank, t
     def save(folder, state, keep, *, is_best):
         save_checkpoint(folder, state, keep, is_best=is_best)
         assert folder.stat().st_ino in durable, "the new name would be lost"
+        assert all(durable.get(path.stat().st_ino) == path.stat().st_size for path in folder.glob("*.pt"))
         lines = metrics.read_bytes()[: durable.get(metrics.stat().st_ino, 0)].splitlines()
         found.append((state["step"], [row["epoch"] for row in map(json.loads, lines) if row["kind"] == "epoch"]))
 

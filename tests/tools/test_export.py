@@ -65,7 +65,7 @@ def test_the_card_says_what_the_model_is_and_how_it_was_measured(exported):
     for fact in (
         "# resnet8 trained on shapes\n", "| classes | 10: disc, ", "uint8 pixels [N, 3, 32, 32]", "(pixels / 255 - (0.",
         f"best acc1 {100 * best['acc1']:.2f} % in epoch {best['epoch']}, on 200 validation images, validated with 2 v",
-        "version 1.2, commit c0ffee, torch 2: `train.py '--config=tiny a'`",
+        f".pt, step {4 * best['epoch']} |", "version 1.2, commit c0ffee, torch 2: `train.py '--config=tiny a'`",
     ):  # fmt: skip
         assert fact in card
 
@@ -84,7 +84,8 @@ def test_safetensors_suffice_to_rebuild_the_network(exported, image_batch):
     path = exported / "model.safetensors"
     with safe_open(path, framework="pt") as file:
         about = {key: json.loads(value) for key, value in file.metadata().items() if key != "format"}
-    assert len(about["data"]["class_names"]) == 10
+    state = read_checkpoint(exported.parent / "run/checkpoints/best.pt")
+    assert about == json.loads(json.dumps({key: state[key] for key in about})) and {"best", "versions"} < {*about}
     model = build_model(Config(**about["config"])).eval()
     model.load_state_dict(load_file(path))
     mean, std = (torch.tensor(about["data"][key]).view(1, 3, 1, 1) for key in ("mean", "std"))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import change_byte
 from tests.tiny_shards import CLASSES, NUM_TRAIN, NUM_VALID, rewrite
 from tools import prepare_data
 from utils.data.datasets.shards import INDEX_FILE
@@ -41,13 +42,18 @@ def test_shards_hold_every_file_once_and_unchanged(folders, packed):
 
 
 def test_equal_folders_give_equal_shards(folders, packed, tmp_path, monkeypatch):
-    """They are on the disk before the folder appears."""
+    """They are on the disk, whole, before the folder appears."""
     flushed, rename = [], Path.rename
-    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(Path(f"/proc/self/fd/{file}").readlink().name))
+
+    def describe(path):
+        return path.name, path.is_file() and path.stat().st_size
+
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(describe(Path(f"/proc/self/fd/{file}").resolve())))
     monkeypatch.setattr(Path, "rename", lambda path, target: (flushed.append("renamed"), rename(path, target)))
     assert prepare_data.main([f"--shards={tmp_path / 'again'}", f"--from={folders}", "--images_per_shard=5"]) == 0
-    names = {path.name for path in packed.rglob("*") if path.name != INDEX_FILE}
-    assert names <= {*(before := flushed[: flushed.index("renamed")])} and any(INDEX_FILE in name for name in before)
+    expected, before = {describe(path) for path in packed.rglob("*")}, flushed[: flushed.index("renamed")]
+    missing = {name for name, _ in expected - {*before}}
+    assert missing == {INDEX_FILE} and any(INDEX_FILE in name for name, _ in before) and flushed[-1][0] == tmp_path.name
     for path in (packed / "train").iterdir():
         assert path.read_bytes() == (tmp_path / "again/train" / path.name).read_bytes()
 
@@ -70,16 +76,12 @@ def test_a_failed_run_leaves_nothing(folders, tmp_path, monkeypatch, capsys):
     write = prepare_data._write_shard
     monkeypatch.setattr(prepare_data, "_write_shard", fill_disk)
     arguments = [f"--shards={tmp_path / 'made/shards'}", f"--from={folders}", "--images_per_shard=5"]
-    assert prepare_data.main(arguments) == 3
-    assert "No space left on device" in capsys.readouterr().err
+    assert prepare_data.main(arguments) == 3 and "No space left on device" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "made").iterdir()] == [".shards-shards.lock"]
-    leftover = tmp_path / "made/.shards.partial"  # from a killed process
-    leftover.mkdir()
+    (leftover := tmp_path / "made/.shards.partial").mkdir()  # from a killed process
     monkeypatch.undo()
-    assert prepare_data.main(arguments) == 0
-    assert not leftover.exists()
-    assert prepare_data.main(arguments) == 3
-    assert "exists already" in capsys.readouterr().err
+    assert prepare_data.main(arguments) == 0 and not leftover.exists()
+    assert prepare_data.main(arguments) == 3 and "exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -106,14 +108,14 @@ def test_options_that_do_not_fit_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def cut_between_members(path):
+def third_member(path):
     with tarfile.open(path) as tar:
-        end = tar.getmembers()[2].offset
-    os.truncate(path, end)
+        return tar.getmembers()[2].offset
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (cut_between_members, "does not end as a tar file does"),
+    (lambda path: os.truncate(path, third_member(path)), "does not end as a tar file does"),
+    (lambda path: change_byte(path, third_member(path)), "does not end as a tar file does"),  # its header
     (lambda path: path.write_bytes(gzip.compress(path.read_bytes())), "cannot be read as a tar file"),
     (lambda path: rewrite(path, lambda rows: rows.pop(1)), "has no cls"),
     (lambda path: rewrite(path, lambda rows: rows.pop(0)), "has no image"),
@@ -162,5 +164,4 @@ def test_a_class_without_training_images_is_refused(split, copied, capsys):
 @pytest.mark.parametrize("content", ["no JSON", '["ant", "bee"]', '["ant", "bee", "ant"]'])
 def test_unusable_class_names_are_refused(content, copied, capsys):
     (copied / "classes.json").write_text(content)
-    assert prepare_data.main([f"--shards={copied}"]) == 3
-    assert "classes.json" in capsys.readouterr().err
+    assert prepare_data.main([f"--shards={copied}"]) == 3 and "classes.json" in capsys.readouterr().err

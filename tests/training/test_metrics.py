@@ -76,7 +76,7 @@ def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
         step = {"loss": 1.23456789, "learning_rate": 0.0123456, "images_per_sec": 98765.4321}
         log.log_step(3, 20, 80, step, 3723.4, None)
         log.log_epoch(3, 80, values | {"images_per_sec": 98765.4321, "epoch_seconds": 12.3456789}, left=86400.0)
-        log.log_epoch(4, 90, values, left=0.0)
+        log.log_epoch(4, 90, values | {"loss/valid": math.nan}, left=0.0)
     lines = (tmp_path / "train.log").read_text().splitlines()
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} - INFO - Epoch: 3, ", lines[0])
     assert [line.partition(" - INFO - ")[2] for line in lines[:5]] == [
@@ -88,7 +88,8 @@ def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
         "1 day, 0:00:00 left",
     ]
     assert not lines[-1].endswith("left")  # the run is over
-    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["step"] == 80
+    step, _, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert step["step"] == 80 and last["loss/valid"] is None  # JSON has no NaN
 
 
 def test_time_left_is_forecast_by_the_pace_since_the_first_log_point(monkeypatch):
