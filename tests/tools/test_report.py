@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tools import runs as runs_tool
 from tools.report import duration, goals, main
-from tools.runs import CLOCKS, Run
+from tools.runs import Run
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
 PUBLISHED = ROOT / "results/reference/sc20_curves.json"
@@ -124,7 +124,10 @@ def test_names_are_escaped_and_the_longest_run_sets_the_unit(run, page, tmp_path
     hostile = "<img src=x onerror=hurt()>'\"&amp;"
     shutil.move(run("plain"), tmp_path / "expts" / hostile)
     shutil.copytree(tmp_path / "expts" / hostile, tmp_path / "expts" / os.fsdecode(b"caf\xe9"))
-    curves, clocks = tmp_path / "curves.json", {CLOCKS[0]: [3600, 7200], CLOCKS[1]: [0, 1]}
+    curves, clocks = (
+        tmp_path / "curves.json",
+        {"wall_s_since_first_event": [3600, 7200], "wall_s_since_first_epoch_end": [0, 1]},
+    )
     curves.write_text(json.dumps({"runs": {"</script><b>bold": {"epoch": [1, 2], "acc1/valid": [0.5, 0.6]} | clocks}}))
     text, tables = page(tmp_path / "expts", curves)
     assert [1.0, 2.0] in [trace["x"] for trace in traces(text) if trace.get("xaxis") == "x2"], "hours"
