@@ -5,7 +5,7 @@
 
 The mutants are in the YAML files of this folder: {changed file: [{name, old, new, tests, k}]}. `name` describes the
 mistake; `old` must occur exactly once in the file; `tests` are test files, `k` is pytest's -k for them. Each mutant is
-tested in a copy of the working tree's tracked files. Not part of .ci/run: it takes about 25 minutes on two cores.
+tested in a copy of the working tree's tracked files. Not part of .ci/run: it takes about an hour on two cores.
 
 Exit status: 0 all killed; 1 some survived; 2 some could not be tested: `old` is stale, no test is selected, or tests
 fail without the mutant.

@@ -31,6 +31,10 @@ from utils.training.plan import GRAPH_WARMUP_STEPS, Plan
 SHAPES = {"dataset": "shapes", "num_classes": 10, "model": "resnet8", "device": "cpu", "enable_compile": False}
 SMALL = as_options(SHAPES | {"batch_size": 16, "num_data_workers": 1})
 OTHERS = ("timm", "lightning", "plain PyTorch")  # rows of `bench peers`
+RUNGS = ("bs256", "bs256-amp-nhwc-extra-opts-graphs", "fastest")  # a CPU skips the second
+LIMITS = [
+    f"{what}, TFLOP/s" for kind in ("float32", "bf16") for what in (f"product {kind}", f"convolution {kind} NHWC")
+]
 
 
 def test_trials_are_interleaved_and_the_warm_up_is_dropped():
@@ -295,9 +299,12 @@ def test_batches_are_checked_and_speed_ups_are_of_medians_and_of_the_slowest_ran
 @pytest.mark.parametrize(("arguments", "cases"), [
     pytest.param(["scaling", "--mode=weak", "--nproc=2", "--iters=3"], ["weak 2"], marks=pytest.mark.slow),
     pytest.param(["peers", "--iters=2"], ["this project", *OTHERS], marks=pytest.mark.slow),
+    pytest.param(["limits"], [*LIMITS, "memory, GB/s"], marks=pytest.mark.slow),
+    pytest.param(["ladder", f"--configs={','.join(RUNGS)}", "--iters=2"], RUNGS[::2], marks=pytest.mark.slow),
     (["loaders", "--loaders=torchvision,device", "--batches=4", "--steps=2"], ["torchvision", "device"]),
 ])  # fmt: skip
 def test_a_bench_measures_and_reports(arguments, cases, tmp_path):
     assert main([*arguments, *SMALL, "--trials=1", "--set=cpu_kernels=false", f"--json={tmp_path}/report"]) == 0
     missing = {name for name in OTHERS[:2] if not importlib.util.find_spec(name)}
-    assert json.loads((tmp_path / "report").read_text())["results"].keys() == {*cases} - missing
+    results = json.loads((tmp_path / "report").read_text())["results"]
+    assert results.get("rungs", results).keys() == {*cases} - missing
