@@ -57,9 +57,8 @@ def test_flops_are_counted_without_computing_also_of_a_parameter_with_two_names(
     assert flops_per_image(padded, (3, 32, 32)) == flops_per_image(model, (3, 32, 32))
     assert flops_per_image(model, (3, 16, 16)) == pytest.approx(7.82e9 / 4, rel=0.005)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters()) and torch.equal(
-        random, torch.get_rng_state()
-    )
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(random, torch.get_rng_state())
 
     class Layer(torch.nn.Linear):
         def forward(self, images):

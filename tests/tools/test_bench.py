@@ -303,8 +303,12 @@ def test_batches_are_checked_and_speed_ups_are_of_medians_and_of_the_slowest_ran
     pytest.param(["ladder", f"--configs={','.join(RUNGS)}", "--iters=2"], RUNGS[::2], marks=pytest.mark.slow),
     (["loaders", "--loaders=torchvision,device", "--batches=4", "--steps=2"], ["torchvision", "device"]),
 ])  # fmt: skip
-def test_a_bench_measures_and_reports(arguments, cases, tmp_path):
+def test_a_bench_measures_and_reports(arguments, cases, tmp_path, capfd):
     assert main([*arguments, *SMALL, "--trials=1", "--set=cpu_kernels=false", f"--json={tmp_path}/report"]) == 0
-    missing = {name for name in OTHERS[:2] if not importlib.util.find_spec(name)}
+    missing = {name for name in OTHERS[:2] if name in cases and not importlib.util.find_spec(name)}
+    reasons = [f"{name}: skipped: No module named '{name}" for name in missing]
+    reasons += [f"{RUNGS[1]}: skipped: enable_cuda_graphs needs a CUDA device"] * (cases == RUNGS[::2])
+    errors = capfd.readouterr().err
+    assert all(reason in errors for reason in reasons), errors
     results = json.loads((tmp_path / "report").read_text())["results"]
     assert results.get("rungs", results).keys() == {*cases} - missing

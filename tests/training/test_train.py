@@ -193,7 +193,7 @@ def test_non_finite_loss_stops_and_leaves_the_last_checkpoint(tiny, one_rank, tm
 
 
 def test_non_finite_outputs_in_validation_only_end_the_run_without_a_best(tiny, one_rank, tmp_path):
-    """Of one batch, as from broken BatchNorm statistics, which training does not read."""
+    """One batch has NaN outputs, as from broken BatchNorm statistics, which training does not read."""
     trainer = Trainer(tiny(stop_at_accuracy=0.01), one_rank, tmp_path)
     fc, passes = trainer.learner.model.fc, iter(range(100))
     fc.register_forward_hook(lambda _, images, outputs: outputs if fc.training or next(passes) else outputs * math.nan)
