@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from tools.bench.common import alone
 from tools.common import as_settings
 from tools.evaluate import evaluate as evaluate_trained
-from tools.runs import read_records
 from tools.trained import load_classifier, open_trained, prepare_image
 from train import Trainer
 from utils.config import load_config
 from utils.errors import CheckpointError, ConfigError, CorruptionError, DataError, ExpectedError, Stopped
 from utils.program import VERSION as __version__
+from utils.run.logger import read_records
 from utils.training.learner import Classifier
 
 __all__ = [
@@ -83,9 +83,8 @@ def train(
     chosen = load_config(Path(yaml_config).expanduser(), config, as_settings(overrides))
     folder = Path(run_dir).expanduser() if run_dir else Path("expts") / config
     Trainer(chosen, alone(chosen), folder, config, os.path.expanduser(resume)).train()
-    metrics = folder / "metrics.jsonl"
-    ends = read_records(metrics, "end")  # none in a folder that began with a checkpoint of a finished run
-    return Run(folder, ends[-1] if ends else {}, read_records(metrics, "epoch"))
+    ends = read_records(folder, "end")  # none in a folder that began with a checkpoint of a finished run
+    return Run(folder, ends[-1] if ends else {}, read_records(folder, "epoch"))
 
 
 def load(run: str | Path, **overrides: Any) -> Loaded:

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from tools.common import check_writable, new_parser, path_argument, print_table, write_json
-from tools.runs import read_records
 from tools.trained import Trained, add_arguments, find_split, open_split, run_trained
 from utils.data.datasets.image_files import describe_unreadable
 from utils.data.loader import gather_unreadable
 from utils.distributed.world import World
 from utils.errors import DataError, exit_in_a_line
+from utils.run.logger import read_records
 from utils.training.metrics.confusion import Confusion, rank_classes
 from utils.training.validation import validate
 
@@ -102,7 +102,7 @@ def recorded(trained: Trained, *, test: bool = False) -> dict[str, float] | None
     if trained.state["batch"] or trained.path.parent.name != "checkpoints":
         return None
     kind, names = ("end", ("test_acc1", "test_loss")) if test else ("epoch", ("acc1/valid", "loss/valid"))
-    for record in reversed(read_records(trained.path.parent.parent / "metrics.jsonl", kind)):
+    for record in reversed(read_records(trained.path.parent.parent, kind)):
         if record.get("epoch") == trained.state["epoch"] and names[0] in record:
             return {"acc1": record[names[0]], "loss": record.get(names[1])}
     return None

@@ -169,11 +169,6 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     return records, len(lines) - len(records)
 
 
-def read_records(path: Path, *kinds: str) -> list[dict[str, Any]]:
-    """Return the records of these kinds in a metrics.jsonl, without an incomplete last line."""
-    return [record for record in read_lines(path)[0] if record["kind"] in kinds]
-
-
 def find_ledger(records: Sequence[dict[str, Any]]) -> tuple[int, dict[str, float]]:
     """Return the number of starts in the records of a metrics.jsonl, and the run's seconds by activity (ACTIVITIES and
     "stopped"), from the first start to the last record; (0, {}) if no record has times."""

@@ -3,7 +3,7 @@
     python -m tools.verify_resume --config=quickstart --set max_epochs=2 --set lr_warmup_epochs=1 --kills 5
     python -m tools.verify_resume --config=quickstart --set model=resnet8 --nproc 2
 
-SIGKILL hits all processes of a run, at any moment of a start or as soon as a checkpoint's temporary file appears; the
+SIGKILL hits all processes of a run, in its start-up, in training or when a checkpoint's temporary file appears; the
 same command restarts it until it has finished. Then its weights, optimizer, random states, metrics.jsonl and learning
 rates must equal the uninterrupted run's bit for bit, and starts that found a good checkpoint must have resumed from it.
 """
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from tools.common import above_zero, add_count, new_parser, path_argument
-from tools.runs import read_records
 from utils.config import load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import torchrun_here
@@ -34,8 +33,8 @@ from utils.errors import ExpectedError, exit_in_a_line
 from utils.program import TRAIN
 from utils.run.checkpoint import newest_good, read_checkpoint
 from utils.run.config import MEASURED
+from utils.run.logger import METRICS, read_records
 
-METRICS = "metrics.jsonl"
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; others record starts and stops
 KILL_SECONDS = 30.0  # seconds that a process may take to end after SIGKILL
 KILLS_PER_RUN = 8  # more kills need more runs
@@ -86,7 +85,7 @@ class Attempt(AbstractContextManager["Attempt"]):
         return int(written) if written and self.process.returncode >= 0 else self.process.returncode
 
     def starts(self) -> list[dict[str, Any]]:
-        return read_records(self.folder / METRICS, "start", "resume")
+        return read_records(self.folder, "start", "resume")
 
     def has_begun(self) -> bool:
         """Return whether training has begun; from then on it handles signals."""
@@ -115,7 +114,7 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
     sides = []
     for folder in (uninterrupted, killed):
         state, best = newest_good(folder / "checkpoints")[1] or {}, read_checkpoint(folder / "checkpoints/best.pt")
-        records = read_records(folder / METRICS, *KINDS)
+        records = read_records(folder, *KINDS)
         content = {METRICS: [{key: value for key, value in row.items() if key not in MEASURED} for row in records]}
         content |= {key: state[key] for key in state.keys() - {"seconds", "timing", "versions"}}
         content |= {f"{key} of best.pt": best[key] for key in ("model", "epoch")}
@@ -150,33 +149,36 @@ def find_processes(folder: Path) -> list[int]:
 def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) -> list[str]:
     """Return the differences between the uninterrupted run and the killed ones: none if resume is exact."""
     began, uninterrupted = time.monotonic(), work / "uninterrupted"
-    train_and_kill(job, uninterrupted, None, generator)
-    training = read_records(uninterrupted / METRICS, *KINDS)[-1]["seconds"]
+    train_and_kill(job, uninterrupted, (), generator)
+    training = read_records(uninterrupted, *KINDS)[-1]["seconds"]
     starting = time.monotonic() - began - training
     print(f"uninterrupted: {training:.1f} s of training after {starting:.1f} s of start-up", flush=True)
     struck = runs = resumed = 0
     while struck < kills:
         runs += 1
         folder, intended = work / f"killed-{runs}", min(KILLS_PER_RUN, kills - struck)
-        delays = [generator.uniform(0, starting + 2 * training / intended) for _ in range(intended)]
-        while moment := train_and_kill(job, folder, delays.pop() if delays else None, generator):
+        longest = [(starting, 2 * training / intended)] * intended
+        while moment := train_and_kill(job, folder, longest.pop() if longest else (), generator):
             struck += 1
             print(f"kill {struck} of {kills}: {moment}", flush=True)
         if differences := compare(uninterrupted, folder):
             return differences
-        resumed += len(read_records(folder / METRICS, "resume"))
+        resumed += len(read_records(folder, "resume"))
         shutil.rmtree(folder)
     print(f"{struck} kills over {runs} runs of {job.nproc} process(es); {resumed} starts resumed from a checkpoint")
     return []
 
 
-def train_and_kill(job: RunCommand, folder: Path, delay: float | None, generator: random.Random) -> str:
-    """Start the run; kill it after `delay` seconds, in 40 % of all cases when it then writes a checkpoint; return in
-    what it was killed, "" if it has finished. `ExpectedError` if it fails or ignores a good checkpoint."""
+def train_and_kill(job: RunCommand, folder: Path, longest: Sequence[float], generator: random.Random) -> str:
+    """Start the run; kill it within `longest` seconds of start-up or, in 75 % of all cases, of training, in 40 % when
+    it then writes a checkpoint; no `longest`, no kill. Return in what it was killed, "" if it has finished.
+    `ExpectedError` if it fails or ignores a good checkpoint."""
     killed, has_checkpoint = False, newest_good(folder / "checkpoints")[0] is not None
     with Attempt(job, folder) as attempt:
-        if delay is not None:
-            moment, write = time.monotonic() + delay, generator.random() < 0.4
+        if longest:
+            in_training = generator.random() < 0.75  # drawn apart: training may be much shorter than start-up
+            attempt.wait_until(lambda: not in_training or attempt.has_begun(), pause=0.01)
+            moment, write = time.monotonic() + generator.uniform(0, longest[in_training]), generator.random() < 0.4
             killed = attempt.wait_until(lambda: time.monotonic() >= moment)
             if killed and write:
                 killed = attempt.wait_until(lambda: any((folder / "checkpoints").glob("*.tmp")), pause=0)

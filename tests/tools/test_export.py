@@ -10,9 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from models import build_model
-from tests.conftest import ROOT
+from tests.conftest import ROOT, read_records
 from tools import export
-from tools.runs import read_records
 from train import Trainer
 from utils.config import Config
 from utils.data.datasets.dataset import load_dataset, spread_over_classes
@@ -39,7 +38,7 @@ def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_p
     printed = capsys.readouterr().out
     pixels, labels = image_batch
     logits = torch.export.load(tmp_path / "export/model.pt2").module()(pixels)
-    best = max(record["acc1/valid"] for record in read_records(tmp_path / "metrics.jsonl", "epoch"))
+    best = max(record["acc1/valid"] for record in read_records(tmp_path, "epoch"))
     found = (logits.argmax(1) == labels).float().mean().item()
     assert best > 0.15  # a guess: 0.1
     # O2 validates with half-precision weights, which may change a few of 200 predictions

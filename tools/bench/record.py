@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from tools.common import VERSIONS, add_count, make_folder, path_argument, print_table, write_json
-from tools.runs import read_records
 from utils.config import Config, find_file, list_blocks, load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.world import choose_device
 from utils.environment import describe_environment
 from utils.errors import ConfigError
 from utils.program import TRAIN, end_with_parent
+from utils.run.logger import read_records
 
 TIMES = ("command", "run", "training")
 SAME = ("commit", *VERSIONS)
@@ -89,7 +89,7 @@ def run_seed(yaml_config: Path, block: str, settings: Sequence[str], out: Path) 
     if status := subprocess.run(command, preexec_fn=end_too, check=False).returncode:
         sys.exit(max(1, status))  # its message is above
     seconds = time.perf_counter() - started
-    *epochs, end = read_records(unfinished / "metrics.jsonl", "epoch", "end")
+    *epochs, end = read_records(unfinished, "epoch", "end")
     trial = measure(epochs, end["images_per_sec"], config, seconds)
     write_json(unfinished / "trial.json", trial)
     (unfinished / ".lock").unlink()

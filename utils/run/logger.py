@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -186,12 +186,14 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self._record("stop", step=self.clock.step, time=time.time(), status=status, reason=reason)
 
 
-def read_records(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a run's metrics.jsonl, if it exists; skip lines that a kill or a power cut has damaged."""
-    path = folder / METRICS
+def read_records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
+    """Return the records of a run's metrics.jsonl, of these kinds or all; [] without the file. Skips lines that a kill
+    or a power cut has damaged."""
+    path, records = folder / METRICS, list[dict[str, Any]]()
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError):
-            yield json.loads(line)
+            records.append(json.loads(line))
+    return [record for record in records if not kinds or record["kind"] in kinds]
 
 
 def significant(number: float, digits: int = 4) -> str:

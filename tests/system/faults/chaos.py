@@ -32,11 +32,11 @@ from pathlib import Path
 from tests.processes import fork, free_port, torchrun_variables
 from tests.system.faults.kinds import KINDS, Fault, damage, plan_faults
 from tools.common import add_count, new_parser, print_table
-from tools.runs import read_records
 from tools.verify_resume import KINDS as RECORDS
-from tools.verify_resume import METRICS, Attempt, RunCommand, compare, find_processes
+from tools.verify_resume import Attempt, RunCommand, compare, find_processes
 from utils.errors import ExpectedError, exit_in_a_line
 from utils.program import TRAIN
+from utils.run.logger import METRICS, read_records
 
 FILES_OF_LIBRARIES = ("torchinductor_", "pymp-")  # a cache, and sockets of killed workers
 EPOCHS, STEPS_PER_EPOCH, MOST_FAULTS = 2, 16, 8
@@ -170,12 +170,12 @@ def meet_faults(job, starts, folder):
             trained += attempt.has_begun()
             output = attempt.log.read_text(errors="replace")
         struck = [fault for fault in faults if fault.mark in output]
-        finished = bool(read_records(folder / METRICS, RECORDS[-1]))
+        finished = bool(read_records(folder, RECORDS[-1]))
         met += struck
         wrong += check_start(struck, status, output, job.nproc, finished)
         if wrong or status == 0:
             break
-    records = len(read_records(folder / METRICS, "start", "resume"))
+    records = len(read_records(folder, "start", "resume"))
     wrong += [f"{records} starts in {METRICS}, {trained} that trained"] if records != trained else []
     return met, wrong or ([] if finished else ["did not reach its end"])
 

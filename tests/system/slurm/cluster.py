@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT, wait_until
-from tools.runs import read_records
-from tools.verify_resume import METRICS
+from utils.run.logger import read_records
 
 PYTHON = Path(sys.executable).parent  # holds torchrun too
 OPTIONS = ("--cpus-per-task=2", "--gpus-per-node=2")
@@ -257,5 +256,5 @@ class SlurmRun:
 
     def epochs(self):
         """Return the records of the epochs without the measured times."""
-        records = read_records(self.folder / METRICS, "epoch")
+        records = read_records(self.folder, "epoch")
         return [{key: value for key, value in record.items() if "sec" not in key} for record in records]
