@@ -303,7 +303,8 @@ def test_batches_are_checked_and_speed_ups_are_of_medians_and_of_the_slowest_ran
     pytest.param(["ladder", f"--configs={','.join(RUNGS)}", "--iters=2"], RUNGS[::2], marks=pytest.mark.slow),
     (["loaders", "--loaders=torchvision,device", "--batches=4", "--steps=2"], ["torchvision", "device"]),
 ])  # fmt: skip
-def test_a_bench_measures_and_reports(arguments, cases, tmp_path, capfd):
+def test_a_bench_measures_and_reports(arguments, cases, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(loaders, "loader_trial", trial := Mock(wraps=loaders.loader_trial))
     assert main([*arguments, *SMALL, "--trials=1", "--set=cpu_kernels=false", f"--json={tmp_path}/report"]) == 0
     missing = {name for name in OTHERS[:2] if name in cases and not importlib.util.find_spec(name)}
     reasons = [f"{name}: skipped: No module named '{name}" for name in missing]
@@ -312,3 +313,4 @@ def test_a_bench_measures_and_reports(arguments, cases, tmp_path, capfd):
     assert all(reason in errors for reason in reasons), errors
     results = json.loads((tmp_path / "report").read_text())["results"]
     assert results.get("rungs", results).keys() == {*cases} - missing
+    assert [call.args[0].data_loader for call in trial.call_args_list] == cases * (arguments[0] == "loaders")

@@ -107,8 +107,9 @@ def test_within_an_epoch_the_ranks_batch_norm_statistics_are_averaged(run, tmp_p
     assert results(tmp_path / "two.pt")["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
-def test_figures_match_the_confusion_matrix(run):
+def test_figures_match_the_confusion_matrix(run, capsys):
     found = results(run)
+    printed = "".join(capsys.readouterr().out.split())
     assert api.evaluate(run) == found
     counts = np.array(found["confusion"])
     assert counts.sum() == found["images"] == 2000
@@ -123,6 +124,8 @@ def test_figures_match_the_confusion_matrix(run):
     assert all(counts[number_of(row["class"]), number_of(row["taken_for"])] == row["images"] for row in rows)
     assert [row["images"] for row in rows] == np.sort(wrong, axis=None)[::-1][:10].tolist()
     assert sum(part["images"] for part in found["bins"]) == 2000 and len(found["bins"]) == 15
+    for part in (part for part in found["bins"] if part["images"]):
+        assert f"{part['images']:,}│{part['confidence']:.2%}│{part['accuracy']:.2%}│" in printed
     worst = read_records(run, "end")[0]["worst_classes"][0]["class"]
     assert found["classes"][0]["class"] == worst and len(found["classes"]) == 10
 

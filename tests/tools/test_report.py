@@ -124,11 +124,12 @@ def test_names_are_escaped_and_the_longest_run_sets_the_unit(run, page, tmp_path
     hostile = "<img src=x onerror=hurt()>'\"&amp;"
     shutil.move(run("plain"), tmp_path / "expts" / hostile)
     shutil.copytree(tmp_path / "expts" / hostile, tmp_path / "expts" / os.fsdecode(b"caf\xe9"))
-    curves, clocks = (
-        tmp_path / "curves.json",
-        {"wall_s_since_first_event": [3600, 7200], "wall_s_since_first_epoch_end": [0, 1]},
-    )
-    curves.write_text(json.dumps({"runs": {"</script><b>bold": {"epoch": [1, 2], "acc1/valid": [0.5, 0.6]} | clocks}}))
+    curves, points = tmp_path / "curves.json", {"epoch": [1, 2], "acc1/valid": [0.6, 0.5], "loss/valid": [0.5, 9.0]}
+    points |= {"wall_s_since_first_event": [3600, 7200], "wall_s_since_first_epoch_end": [0, 1]}
+    curves.write_text(json.dumps({"runs": {"</script><b>bold": points}}))
+    text, tables = page(curves)
+    assert '"range":[0,0.75]' in text, "a spike of the loss"
+    assert tables["results"][1][3:6] == ["60.00%", "1", "50.00%"], "best, its epoch, last"
     text, tables = page(tmp_path / "expts", curves)
     assert [1.0, 2.0] in [trace["x"] for trace in traces(text) if trace.get("xaxis") == "x2"], "hours"
     names = ["caf\\udce9", hostile, "</script><b>bold (published)"]
