@@ -86,7 +86,7 @@ def test_eviction_signals_every_rank_and_waits_for_it(tmp_path):
     save = f'trap "sleep 0.5; touch {tmp_path}/saved.$RANK; exit 75" TERM\n'
     fake_command(tmp_path, f'{save}touch "{tmp_path}/ready.$RANK"\nwhile ((SECONDS < 60)); do sleep 0.05; done')
     pods = Pods(tmp_path, 1, 2)
-    wait_until("start of the ranks", 20, lambda: len(list(tmp_path.glob("ready.*"))) == 2, 0.05)
+    wait_until("start of the ranks", 100, lambda: len(list(tmp_path.glob("ready.*"))) == 2, 0.05)
     pods.processes[0].send_signal(signal.SIGTERM)
     assert pods.wait() == [75]
     assert len(list(tmp_path.glob("saved.*"))) == 2
