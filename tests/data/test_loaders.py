@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import utils.data.build
+from tests.processes import wait_until
 from tests.tiny_shards import DALI, everything, pretend
 from tests.tiny_shards import build as build_data
 from train import main
@@ -134,9 +136,8 @@ def assert_agree(backend, expected, images):
 @pytest.mark.parametrize("crop_flip_angle", [(0, False, 0), (4, True, 0), (4, True, 15)])
 def test_backends_agree_with_torchvision(backend, part, crop_flip_angle, build):
     changes = dict(zip(("rnd_crop_padding", "rnd_horizontal_flip", "rnd_rotation_angle"), crop_flip_angle, strict=True))
-    (expected, labels), (images, others) = (
-        everything(getattr(build(name, **changes), part), epoch=2) for name in ("torchvision", backend)
-    )
+    loaders = [getattr(build(name, **changes), part) for name in ("torchvision", backend)]
+    (expected, labels), (images, others) = (everything(loader, epoch=2) for loader in loaders)
     assert torch.equal(labels, others)
     assert_agree(backend, expected, images)
 
@@ -251,7 +252,7 @@ def test_batches_on_a_gpu_equal_those_on_the_cpu(backend, build):
 def show_signals(ready, enough):
     init_worker(0)
     ready.set()
-    enough.wait(60)
+    enough.wait(300)
 
 
 def test_a_worker_ignores_signals_except_sigterm_of_its_trainer():
@@ -264,10 +265,12 @@ def test_a_worker_ignores_signals_except_sigterm_of_its_trainer():
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         os.kill(worker.pid, number)
     subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # of another process
+    status = Path(f"/proc/{worker.pid}/status")  # a signal that is pending would swallow the next one
+    wait_until("end of the wait for it", 60, lambda: f"ShdPnd:\t{0:016}\n" in status.read_text())
     worker.join(0.5)
     assert worker.is_alive()
     worker.terminate()
-    worker.join(30)
+    worker.join(60)
     assert worker.exitcode == 0
 
 

@@ -32,8 +32,7 @@ class Pods:
             with (folder / f"pod{index}.log").open("a") as log:
                 command = [*CONTAINER["command"], *arguments]
                 environment = without_launcher(os.environ) | variables
-                process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-            self.processes.append(process)
+                self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
 
     def wait(self):
         return [process.wait(timeout=120) for process in self.processes]

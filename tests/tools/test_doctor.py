@@ -91,7 +91,6 @@ def test_torch_and_driver_must_match(monkeypatch, tmp_path):
 
 
 def test_memory_for_each_rank_and_a_full_unwritable_or_slow_disk(tmp_path, monkeypatch):
-    assert machine.check_disk(tmp_path).level == "ok"
     assert machine.check_disk(tmp_path, needed=2**62).level == "fail"
     unwritable = machine.check_disk(Path("/proc/not/there"))
     assert unwritable.level == "fail" and "/proc: cannot be written" in unwritable.message
@@ -244,7 +243,7 @@ def test_failed_tests_of_dcgm_are_quoted(action, arguments, level, message, tmp_
     if action is not None:
         make_command(tmp_path, "dcgmi", action)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(hardware, "DCGM_SECONDS", {1: 20, 2: 0.2})
+    monkeypatch.setattr(hardware, "DCGM_SECONDS", {1: 100, 2: 0.2})
     finding = hardware.check_dcgm(*arguments)
     assert (finding.level, finding.message) == (level, message)
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.conftest import CIFAR100, TINY_OPTIONS
+from tests.conftest import CIFAR100, TINY_OPTIONS, read_records
 from tools.bench import __main__ as bench
 from tools.bench import record
 from tools.common import as_settings
@@ -139,7 +139,8 @@ def test_a_seeds_run_begins_anew_keeps_its_logs_and_ends_with_its_status(tmp_pat
     (tmp_path / ".seed-3.partial/checkpoints/of-an-interrupted-run").mkdir(parents=True)
     settings = [word.removeprefix("--set=") for word in TINY_OPTIONS] + ["save_checkpoint=false", "seed=3"]
     seconds = record.run_seed(CIFAR100, "bs128", [*settings, "stop_at_accuracy=0.01"], tmp_path)["seconds"]
-    assert 0 < seconds["training"] < seconds["run"] < seconds["command"]
+    (end,) = read_records(tmp_path / "seed-3", "end")
+    assert seconds["training"] == 4 * 32 / end["images_per_sec"] and 0 < seconds["run"] < seconds["command"]
     assert [path.name for path in tmp_path.iterdir()] == ["seed-3"]
     kept = {"config.yaml", "environment.json", "train.log", "metrics.jsonl", "trial.json"}
     assert {path.name for path in (tmp_path / "seed-3").iterdir()} == kept

@@ -10,7 +10,7 @@ import pytest
 from tests.processes import ROOT, Job, without_launcher
 from tools.torchrun import main
 
-STOP = "import os, time; time.sleep(1); os.kill(os.getppid(), 15)\nwhile True: pass"
+STOP = "import os, time; time.sleep(1); os.kill(os.getppid(), 15); time.sleep(100)"
 
 
 @pytest.mark.parametrize(("end", "case"), {

@@ -63,8 +63,7 @@ def dry_run_with_a_collective_in_the_forward_pass(folder):
         return model
 
     train.build_model = build
-    config = tiny_config(rank_timeout_seconds=10)
-    return train.main(Arguments(config, "tiny", folder, "auto", dry_run=True))
+    return train.main(Arguments(tiny_config(rank_timeout_seconds=100), "tiny", folder, "auto", dry_run=True))
 
 
 def test_a_dry_run_describes_on_every_rank_and_prints_on_one(tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -43,11 +44,8 @@ def test_on_the_same_batches_its_weights_equal_those_of_train_py(tiny, one_rank,
 
 def test_its_settings_equal_those_of_the_block(monkeypatch):
     block = load_config(CIFAR100, "bs128")
-    monkeypatch.setattr(
-        train_simple,
-        "CIFAR100",
-        lambda path, train, transform, download: FakeData(300, (3, 32, 32), transform=transform),
-    )
+    fake = partial(FakeData, 300, (3, 32, 32))
+    monkeypatch.setattr(train_simple, "CIFAR100", lambda path, train, transform, download: fake(transform=transform))
     train, valid = (train_simple.build_loader("", training) for training in (True, False))
     assert [len(train), len(valid)] == [2, 3]  # a partial last batch is only validated
     assert [type(loader.sampler).__name__ for loader in (train, valid)] == ["RandomSampler", "SequentialSampler"]
