@@ -32,7 +32,6 @@ LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "GROUP_
 MEASURED = ("seconds", "images_per_sec", "data_wait", "memory_gb", "model_tflops", "mfu", "joules", "joules_per_image")
 COMPARED = ("model", "average", "optimizer", "plateau", "best", "step")  # parts of a checkpoint
 
-
 SHAPES = {"dataset": "shapes", "num_classes": 10, "data_loader": "device", "model": "resnet8"}
 SHORT = {"limit_train_batches": 10, "limit_valid_batches": 4, "max_epochs": 3, "log_freq": 4, "enable_amp": False}
 ONEDNN = {"fuse_norm_relu": False, "cpu_kernels": False}
@@ -88,15 +87,17 @@ def checkpoints(folder):
     return list(folder.glob("checkpoints/step-*.pt"))
 
 
-def stop_in_mid_epoch(process, folder):
-    """Send SIGUSR1 after a few steps and wait for the end."""
+def stop_in_mid_epoch(runs):
+    """Send SIGUSR1 to each process of [(process, folder)] after a few steps, then wait for their ends."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while len(checkpoints(folder)) < 3 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGUSR1)
-    _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
-    if process.returncode == 0 or not checkpoints(folder):
-        raise RunFailed(f"the run was not stopped in mid-epoch\n{errors}")
+    for process, folder in runs:
+        while len(checkpoints(folder)) < 3 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGUSR1)
+    for process, folder in runs:
+        _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+        if process.returncode == 0 or not checkpoints(folder):
+            raise RunFailed(f"the run was not stopped in mid-epoch\n{errors}")
 
 
 def finish(process, folder):
@@ -135,8 +136,7 @@ def compare(name, trees, work):
     processes = [start(name, *place) for place in places]
     try:
         if name.endswith("resumed"):
-            for process, (_, folder) in zip(processes, places, strict=True):
-                stop_in_mid_epoch(process, folder)
+            stop_in_mid_epoch([(process, folder) for process, (_, folder) in zip(processes, places, strict=True)])
             processes = [start(name, *place) for place in places]
         reference, here = (finish(process, folder) for process, (_, folder) in zip(processes, places, strict=True))
     finally:

@@ -28,10 +28,11 @@ class Ended(NamedTuple):
 
 
 def free_port():
-    """Return a port that is free at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that is free at this moment, below those that the system gives to other sockets meanwhile."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port := 10_000 + int.from_bytes(os.urandom(4)) % 20_000))
+            return port
 
 
 def without_launcher(environment):
