@@ -151,6 +151,6 @@ def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     assert (last, end) == (clock.images_per_sec(), clock.whole.images_per_sec)  # of the epoch, of all starts
     second, seconds = runs.find_ledger(read_lines(metrics)[0])
     assert (first, second) == (1, 2) and seconds["stopped"] >= 0.49
-    assert sum(before.values()) + 0.49 <= sum(seconds.values()) <= time.time() - began
+    assert sum(before.values()) + 0.49 <= sum(seconds.values()) <= time.time() - began + 0.01  # rounded to 1 ms
     assert seconds["replay"] > 0 == before["replay"]
     assert [row["step"] for row in read_records(tmp_path / "run", "lost")] == [8]

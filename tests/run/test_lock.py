@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 
 from train import Trainer
-from utils import files
 from utils.errors import ConfigError, ExpectedError
 from utils.files import lock_folder
 from utils.run import folder as run_folder
@@ -24,9 +23,8 @@ HOLDER = rf"is writing here: process {os.getpid()} on {socket.gethostname()}"
 @pytest.fixture
 def start(tiny, one_rank, tmp_path, monkeypatch):
     """start(restarts, resume): open the folder `run` as this start of the Slurm job 7."""
-    monkeypatch.setattr(files, "POLL_SECONDS", 0.05)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    opening = Trainer(tiny(rank_timeout_seconds=1), one_rank, tmp_path / "run").run
+    opening = Trainer(tiny(rank_timeout_seconds=3), one_rank, tmp_path / "run").run
 
     def open_as(restarts, resume="auto"):
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
@@ -43,11 +41,12 @@ def test_a_restarted_job_waits_for_its_earlier_start(start, monkeypatch):
 
 
 @pytest.mark.parametrize("restarts", [1, 0], ids=["too long", "first"])
-def test_the_error_for_other_starts_names_the_holder_and_the_folder_stays(start, tmp_path, restarts):
-    earlier, began, before = start(0), time.monotonic(), sorted(tmp_path.rglob("*"))
+def test_the_error_for_other_starts_names_the_holder_and_the_folder_stays(start, tmp_path, monkeypatch, restarts):
+    earlier, slept, before = start(0), [], sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(time, "sleep", slept.append)
     with pytest.raises(ConfigError, match=f"{HOLDER}, of the job 7; wait for it or choose"):
         start(restarts, resume="never")
-    assert (time.monotonic() - began > 0.5) is (restarts > 0) and sorted(tmp_path.rglob("*")) == before
+    assert slept == [1.0] * 3 * (restarts > 0) and sorted(tmp_path.rglob("*")) == before
     earlier.close()
 
 

@@ -120,13 +120,13 @@ def test_ctrl_c_before_the_first_step_is_130_with_a_line(tmp_path):
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, closed):
     """`train.py <&- >&- 2>&-`, whose signal's message must not go to another file, and `train.py | head`."""
-    words = training(tmp_path, log_freq=1, limit_train_batches=400 if closed else 4)
+    words = training(tmp_path, log_freq=1, max_epochs=1000 if closed else 2)
     shell = ["bash", "-c", f'exec "$@" {"<&- >&- 2>&-" if closed else ""}', "bash", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = subprocess.Popen(shell, cwd=ROOT, env=without_launcher(os.environ), text=True, **pipes)
     if closed:
         metrics = tmp_path / "metrics.jsonl"
-        wait_until("step", 60, lambda: metrics.exists() and '"step", "epoch"' in metrics.read_text())
+        wait_until("step", 120, lambda: metrics.exists() and '"step", "epoch"' in metrics.read_text())
         run.send_signal(signal.SIGTERM)
     else:
         run.stdout.readline()

@@ -131,20 +131,20 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
     folder = tmp_path / "run"
     command = [sys.executable, "train.py", "--config=bs128-opt", f"--run-dir={folder}", *as_options(keys)]
     environment = without_launcher(os.environ)
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipes)
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "pipesize": 4096}  # soon full: no run ends unread
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, start_new_session=True, **pipe)
     metrics = folder / "metrics.jsonl"
     wait_until("step", 120, lambda: metrics.exists() and '"kind": "step"' in metrics.read_text(), step=0.01)
     os.killpg(process.pid, number)
-    errors = ""
-    while "with everything saved" not in errors and (line := process.stderr.readline()):
-        errors += line
+    output = ""
+    while "with everything saved" not in output and (line := process.stdout.readline()):
+        output += line
     process.send_signal(number)  # again, as some schedulers do, while Python ends, which takes a second
-    errors += process.communicate(timeout=120)[1]
-    assert process.returncode == 75, errors
-    assert errors.count("asked to stop") == 1 and "Traceback" not in errors
-    assert f"stopped on {number.name} in epoch" in errors
-    assert "with everything saved; run the same command again to resume" in errors
+    output += process.communicate(timeout=120)[0]
+    assert process.returncode == 75, output
+    assert output.count("asked to stop") == 1 and "Traceback" not in output
+    texts = f"stopped on {number.name} in epoch", "with everything saved; run the same command again to resume"
+    assert all(text in output for text in texts), output
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert [row["step"] for row in read_records(folder, "step")] == list(range(1, 121))

@@ -48,7 +48,7 @@ def test_wandb_has_one_run_over_all_starts(tiny, one_rank, tmp_path):
     files = list((folder / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb"))
     assert files
     # the service of wandb may write its file after the run has ended
-    wait_until("accuracy in wandb's file", 20, lambda: all(b"acc1/valid" in file.read_bytes() for file in files))
+    wait_until("accuracy in wandb's file", 120, lambda: all(b"acc1/valid" in file.read_bytes() for file in files))
 
 
 @pytest.mark.parametrize(("what", "message"), {
