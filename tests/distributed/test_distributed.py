@@ -43,8 +43,7 @@ def train_some_steps(world, num_steps=10, **changes):
     """Return the state after some steps, and the number of the gradients' storages.
 
     BatchNorm is in eval mode, which does not keep an untrained network's activations in range: in float32, rounding
-    grows to 2e-4 within 20 steps, also with one process and another order of summation. So this is in float64.
-    """
+    grows to 2e-4 within 20 steps, also with one process and another order of summation. So this is in float64."""
     torch.set_default_dtype(torch.float64)
     with mock.patch.object(train, "check_network", wraps=train.check_network) as check:
         trainer = train.Trainer(configuration(limit_train_batches=num_steps, **changes), world)

@@ -79,7 +79,7 @@ def slow_down(world):
     """Rank 1 is stopped for a while, then both are slow for longer than the timeout: busy, and in one long call."""
     if world.rank == 1:
         if os.fork() == 0:
-            time.sleep(LIMIT / 4)
+            time.sleep(LIMIT / 10)
             os.kill(os.getppid(), signal.SIGCONT)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -151,7 +151,7 @@ def die_while_ranks_connect(rank):
         return clone(store)
 
     dist.init_process_group, dist.PrefixStore.clone = connect, clone_late
-    return play_within(4, "add_up")
+    return play_within(10, "add_up")
 
 
 def wait_for_all(seconds):
@@ -210,7 +210,7 @@ def check_ends(ended, statuses, lines):
     **{f"killed 2, {in_c}": (play, ("lose", 2, signal.SIGKILL, in_c), [1, 1, -9], NO_ANSWER.format(2))
        for in_c in (False, True)},
     "killed 0": (play, ("lose", 0, signal.SIGKILL, False), [-9, 1, 1], LOST_0),
-    "killed while the ranks connect": (die_while_ranks_connect, (1,), [1, -9, 1], COLLECTIVE.format(4, SKIPPED)),
+    "killed while the ranks connect": (die_while_ranks_connect, (1,), [1, -9, 1], COLLECTIVE.format(10, SKIPPED)),
     "rank 0 killed while the ranks connect": (die_while_ranks_connect, (0,), [-9, 1, 1], LOST_0),
     "slow or stopped for a while": (play_with_long_collectives, ("slow_down",), [0, 0], ""),
     "uneven batch": (start_training, ("--set=batch_size=33",), [2, 2],

@@ -4,8 +4,7 @@ CPU, and one process for both GPUs (DataParallel) equals one GPU.
 Both sides compute with PyTorch's CPU kernels, and a sum of two numbers does not depend on their order. But vectorised
 loops may start elsewhere at other addresses and so round differently, which float32 training amplifies to 2e-4 in 20
 steps (tests/distributed/test_distributed.py). Here are 14: DDP needs 11 eager ones, the next is captured, the rest are
-replayed.
-"""
+replayed."""
 
 import itertools
 import json

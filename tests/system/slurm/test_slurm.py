@@ -60,7 +60,7 @@ class FakeJob:
             if name.isupper():
                 self.environment[name] = value
             elif value is not None:
-                make_command(commands, name, f'printf "%s\\0" "$@" >"{self.calls}/{name}.$$"\n{value}')
+                make_command(commands, name, f'printf "%s\\0" "$@" >"{self.calls}/{name}.$EPOCHREALTIME.$$"\n{value}')
         for name in ["train.py", "deploy", "tools", *SCRIPTS]:
             (folder / name).symlink_to(ROOT / name)
 
@@ -75,8 +75,7 @@ class FakeJob:
 
     def arguments(self, command):
         """Return the arguments of each call of the command."""
-        calls = sorted(self.calls.glob(f"{command}.*"), key=lambda call: call.stat().st_mtime_ns)
-        return [call.read_text().split("\0")[:-1] for call in calls]
+        return [call.read_text().split("\0")[:-1] for call in sorted(self.calls.glob(f"{command}.*"))]
 
     def torchrun(self):
         """Return the arguments of tools.torchrun on each node: its log and torchrun's."""
@@ -153,7 +152,7 @@ def killed(says="", requeued="", status=137, reported="", log="joins", saved=CHE
     srun = f"""
         [[ -z "{reported}" ]] || echo {reported} >"$TRAIN_EXIT_STATUS_FILE"
         printf "%s\\n" ": start 1: " oom_kill ": start 3: " {shlex.join(lines)} >output
-        cd "$PWD/expts" && touch .slurm-4/nodes/{{node1,node2}} {saved}
+        cd "$PWD/expts" && touch -d tomorrow .slurm-4/nodes/{{node1,node2}} {saved}
         echo Traceback >torchrun-4-node1.log; echo {log} >torchrun-4-node2.log; exit 137"""
     given = ON_TWO_NODES | {"SUBMIT_ACTIVATE": earlier, "SLURM_RESTART_COUNT": "2"} | given
     scontrol = HOSTNAMES.replace("Reason=None", "StdErr=$PWD/output StdOut=x")
@@ -185,7 +184,7 @@ SIGNAL = f"ended by a signal that train.py could not handle: {SINCE}\n"
 SAVED, REQUEUED = "stopped with everything saved\n", "requeued as job 4\n"
 TEN_STARTS = "started 10 times before: is the time limit too short?"
 NUMBER = "expected a whole number above 0 (SUBMIT_PORT: below 65536; SUBMIT_RESTARTS: also 0)"
-EARLY = "kill -USR1 $PPID; exec sleep 30"
+EARLY = "kill -USR1 $PPID; exec sleep 100"
 ODD_NODES = {
     "SLURM_JOB_NODELIST": "gpu[007-009]-b,login1", "SLURM_JOB_NUM_NODES": "4", "SLURMD_NODENAME": "gpu007-b",
     "srun": 'touch "$PWD/expts/.slurm-4/nodes/gpu008-b"; exit 1',
