@@ -1,8 +1,7 @@
 """The faults of a campaign: what each does to a rank, and how the affected start must end.
 
 Each strikes after a given optimizer step, so that a campaign can be repeated. Faults from outside (signals, stops)
-strike a random moment later, perhaps in the next step, a validation or the write of a checkpoint.
-"""
+strike a random moment later, perhaps in the next step, a validation or the write of a checkpoint."""
 
 import errno
 import multiprocessing
@@ -57,8 +56,9 @@ def _send(*numbers):
 
 
 def _kill_worker():
-    """Kill a loader worker of this rank, as the kernel does when memory is full."""
-    multiprocessing.active_children()[0].kill()
+    """Kill a loader worker of this rank, as the kernel does when memory is full, and wait until it is dead."""
+    (worker := multiprocessing.active_children()[0]).kill()
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
 
 
 def _in_a_shell(script):
@@ -129,7 +129,7 @@ KINDS = {
 def damage(path, cut):
     """Leave only the first half of a checkpoint, or change one byte."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2] = (content[len(content) // 2] + 1) % 256  # never back to the first value
     path.write_bytes(content[: len(content) // 2] if cut else content)
 
 

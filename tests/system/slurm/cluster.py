@@ -86,7 +86,7 @@ class SlurmCluster:
         if self.cgroup:
             self.cgroup.mkdir()
         self._boot(CONTROLLER, f"{SUBNET}254", BOOT_CONTROLLER)
-        wait_until("munge", 10, (self.folder / "munge/socket").exists)
+        wait_until("munge", 60, (self.folder / "munge/socket").exists)
         for name in self.addresses:
             self.boot_node(name)
         self.wait_for_idle_nodes()
@@ -96,7 +96,7 @@ class SlurmCluster:
             self._kill_host(name)
         if self.cgroup:  # can be removed shortly after its last process has ended
             remove = ["find", str(self.cgroup), "-depth", "-type", "d", "-delete"]
-            wait_until(f"end of {self.cgroup}", 10, lambda: not subprocess.run(remove, check=False).returncode)
+            wait_until(f"end of {self.cgroup}", 60, lambda: not subprocess.run(remove, check=False).returncode)
 
     def submit(self, script, *args, options=(), cwd, **env):
         """Run sbatch in folder cwd, with env added; return the job's id."""
@@ -120,7 +120,7 @@ class SlurmCluster:
             with contextlib.suppress(subprocess.CalledProcessError):  # Slurm does not answer yet
                 return {*self.client("sinfo", "--noheader", "--Node", "--format=%T").split()}
 
-        wait_until("idle nodes", 60, lambda: states() == {"idle"})
+        wait_until("idle nodes", 200, lambda: states() == {"idle"})
 
     def kill_node(self, name):
         """Power the node off; its peers do not see their connections close."""
@@ -162,7 +162,7 @@ class SlurmCluster:
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             host = self.hosts[name] = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         ours = os.readlink("/proc/self/ns/net")
-        wait_until(f"host {name}", 10, lambda: os.readlink(f"/proc/{host.pid}/ns/net") != ours, 0.01)
+        wait_until(f"host {name}", 60, lambda: os.readlink(f"/proc/{host.pid}/ns/net") != ours, 0.01)
 
     def _kill_host(self, name):
         host = self.hosts.pop(name)
@@ -170,7 +170,7 @@ class SlurmCluster:
         children = Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()
         for pid in children or [str(host.pid)]:
             os.kill(int(pid), signal.SIGKILL)
-        host.wait(10)
+        host.wait(60)
 
     def _write_files(self):
         for name in ["munge", "state", *(f"spool/{node}" for node in self.addresses)]:
@@ -246,7 +246,7 @@ class SlurmRun:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
     def wait_for(self, text):
-        wait_until(lambda: f"{text!r} in the log:\n{self.log()}", 120, lambda: text in self.log())
+        wait_until(lambda: f"{text!r} in the log:\n{self.log()}", 300, lambda: text in self.log())
 
     def end(self, state):
         """Wait for the job's end, check its state, return its fields."""

@@ -147,7 +147,7 @@ def test_step_sees_all_gpus_of_the_job(cluster, project, tmp_path, options):
     path, log = f"{tmp_path}:{os.environ['PATH']}", tmp_path / "log"
     all_options = (*options.split(), "--cpus-per-task=2", f"--output={log}")
     job = cluster.submit(project / "submit.slr", options=all_options, cwd=project, PATH=path)
-    assert cluster.wait(job, 60)["JobState"] == "COMPLETED", log.read_text()
+    assert cluster.wait(job, 300)["JobState"] == "COMPLETED", log.read_text()
     nodes = re.findall(r"^node\d has GPUs 0,1: -m tools.torchrun .*--nproc_per_node=2 ", log.read_text(), re.M)
     assert len(nodes) == (2 if "--nodes=2" in options else 1), log.read_text()
 
@@ -181,11 +181,11 @@ def test_a_failed_check_drains_the_node_until_it_is_mended(tmp_path):
         """)  # fmt: skip
         make_command(tmp_path, "job", "echo ran")
         job = cluster.submit(tmp_path / "job", options=[f"--output={log}"], cwd=tmp_path)
-        wait_until("drained node1", 60, lambda: node() == "drained check_node.sh: pcie 16 lanes")
-        assert cluster.wait(job, 60, "PENDING")["Restarts"] == "1"
+        wait_until("drained node1", 200, lambda: node() == "drained check_node.sh: pcie 16 lanes")
+        assert cluster.wait(job, 100, "PENDING")["Restarts"] == "1"
         assert "ran" not in log.read_text().splitlines()
         broken.unlink()
-        wait_until("idle node1", 60, lambda: node().startswith("idle"))
+        wait_until("idle node1", 200, lambda: node().startswith("idle"))
         cluster.client("scontrol", "release", str(job))
-        assert cluster.wait(job, 120)["JobState"] == "COMPLETED"
+        assert cluster.wait(job, 200)["JobState"] == "COMPLETED"
         assert "ran" in log.read_text().splitlines()
