@@ -207,7 +207,7 @@ GresTypes=gpu
 ReturnToService=2
 SchedulerParameters=sched_interval=2,bf_interval=2
 MessageTimeout=5
-SlurmdTimeout=10
+SlurmdTimeout=30
 MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE

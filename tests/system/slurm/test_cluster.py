@@ -18,16 +18,18 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600), pytest.mark.xdist_gro
 SETTINGS = TINY | {"limit_train_batches": 30, "max_epochs": 3, "log_freq": 10, "data_loader": "torchvision"}
 SETTINGS |= {"num_data_workers": 1, "rank_timeout_seconds": 25, "model": "held:network"}
 
-# resnet8, which a job's first start makes slow after HELD_AFTER batches, so that no run ends undisturbed.
+# resnet8, which a job's first start slows down to 2 s a batch after HELD_AFTER batches, until it is asked to stop.
 HELD = """
-import itertools, os, time
+import itertools, os, signal, time
 from models import ModelConfig, build_model
 
 def network(num_classes):
     model, passes = build_model(ModelConfig(model="resnet8", num_classes=num_classes)), itertools.count()
-    held_after = int(os.environ.get("HELD_AFTER", 0))
-    if held_after and os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-        model.register_forward_pre_hook(lambda *_: time.sleep(0.5 * (next(passes) >= held_after)))
+    first, held_after = "SLURM_RESTART_COUNT" not in os.environ, int(os.environ.get("HELD_AFTER", 10**6))
+    def hold(*_):
+        for _ in range(40 * (first and next(passes) >= held_after)):
+            time.sleep(0.05 * (not signal.getsignal(signal.SIGTERM).__self__.signal))
+    model.register_forward_pre_hook(hold)
     return model
 """
 
@@ -83,9 +85,10 @@ def reboot_node(cluster, job):
 
 
 def cut_link(cluster, job):
-    """The isolated rank ends without a signal."""
+    """The isolated rank ends without a signal. Its node is back when the job runs on another one."""
     cluster.client("ip", "link", "set", "v-node2", "down")
     wait_until("end of the rank", 120, lambda: "-u train.py" not in " ".join(cluster.pids("node2").values()))
+    wait_until("restart", 120, lambda: (row := cluster.job(job))["Restarts"] + row["JobState"] == "1RUNNING")
     cluster.client("ip", "link", "set", "v-node2", "up")
 
 
