@@ -166,22 +166,26 @@ def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) ->
         resumed += len(read_records(folder, "resume"))
         shutil.rmtree(folder)
     print(f"{struck} kills over {runs} runs of {job.nproc} process(es); {resumed} starts resumed from a checkpoint")
+    if not resumed:
+        raise ExpectedError("no start resumed, so nothing was shown; use more --kills")
     return []
 
 
 def train_and_kill(job: RunCommand, folder: Path, longest: Sequence[float], generator: random.Random) -> str:
-    """Start the run; kill it within `longest` seconds of start-up or, in 75 % of all cases, of training, in 40 % when
-    it then writes a checkpoint; no `longest`, no kill. Return in what it was killed, "" if it has finished.
-    `ExpectedError` if it fails or ignores a good checkpoint."""
-    killed, has_checkpoint = False, newest_good(folder / "checkpoints")[0] is not None
+    """Start the run; kill it within `longest` seconds of start-up or, in 75 % of all cases, of training with a saved
+    checkpoint, in 40 % when it then writes one; no `longest`, no kill. Return in what it was killed, "" if it has
+    finished. `ExpectedError` if it fails or ignores a good checkpoint."""
+    checkpoints = folder / "checkpoints"
+    killed, has_checkpoint = False, newest_good(checkpoints)[0] is not None
     with Attempt(job, folder) as attempt:
         if longest:
             in_training = generator.random() < 0.75  # drawn apart: training may be much shorter than start-up
-            attempt.wait_until(lambda: not in_training or attempt.has_begun(), pause=0.01)
+            if in_training:
+                attempt.wait_until(lambda: attempt.has_begun() and any(checkpoints.glob("step-*.pt")), pause=0.01)
             moment, write = time.monotonic() + generator.uniform(0, longest[in_training]), generator.random() < 0.4
             killed = attempt.wait_until(lambda: time.monotonic() >= moment)
             if killed and write:
-                killed = attempt.wait_until(lambda: any((folder / "checkpoints").glob("*.tmp")), pause=0)
+                killed = attempt.wait_until(lambda: any(checkpoints.glob("*.tmp")), pause=0)
                 time.sleep(generator.uniform(0, 0.003))
         if killed:
             attempt.kill()
