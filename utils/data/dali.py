@@ -60,7 +60,7 @@ class DaliLoader(Loader):
             pipeline = self._build(list(first.samples), inputs())
             for _ in batches:
                 images, batch = self._receive(pipeline), in_pipeline.popleft()
-                self.record_unreadable(batch.unreadable)
+                self.unreadable |= batch.unreadable
                 on_device = torch.from_numpy(batch.indices).to(self.device, non_blocking=True)
                 yield images[: len(on_device)], self.labels[on_device]
 

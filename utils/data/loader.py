@@ -48,18 +48,6 @@ class Loader(ABC):
         """Set order, augmentation and the first batch."""
         self.epoch, self.first_batch = epoch, first_batch
 
-    def record_unreadable(self, unreadable: dict[str, str]) -> None:
-        """Record the unreadable files of a batch; `DataError` if too many training images are unreadable."""
-        self.unreadable |= unreadable
-        if self.sampler.training:
-            self.check_fraction(self.unreadable)
-
-    def check_fraction(self, unreadable: dict[str, str]) -> None:
-        """`DataError` if these are too many unreadable files of this split."""
-        if len(unreadable) > MOST_UNREADABLE * self.sampler.num_samples:
-            many = f"{len(unreadable)} of {self.sampler.num_samples} images, more than {MOST_UNREADABLE:.0%}"
-            raise DataError(f"{many}: {describe_unreadable(unreadable)}; repair or remove them")
-
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the images and labels of each batch."""
@@ -87,7 +75,9 @@ def report_unreadable(world: World, loaders: Iterable[Loader], folder: Path) -> 
 
     is_new = bool(unreadable) and world.main_only(add_to_list)
     for loader, part in found:
-        loader.check_fraction(part)
+        if len(part) > MOST_UNREADABLE * (images := loader.sampler.num_samples):
+            many = f"{len(part)} of {images} images, more than {MOST_UNREADABLE:.0%}"
+            raise DataError(f"{many}: {describe_unreadable(part)}; repair or remove them; all: {path}")
     how = f"replaced in training, skipped in validation; all: {path}"
     return [f"{describe_unreadable(unreadable)}; {how}"] if is_new else []
 
@@ -149,7 +139,7 @@ class TorchvisionLoader(Loader):
             if isinstance(batch, ExpectedError):
                 raise batch
             images, labels, unreadable = batch
-            self.record_unreadable(unreadable)
+            self.unreadable |= unreadable
             on_device = images.to(self.device, non_blocking=True)
             yield self.normalise(on_device), labels.to(self.device, non_blocking=True)
 
