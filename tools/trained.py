@@ -81,7 +81,7 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
     """Open the newest good checkpoint of a run, or a checkpoint file, with KEY=VALUE `settings` on top."""
     found, state, complaints = newest_good(path)
     if found is None or state is None:
-        remedy = "give a run's folder, such as expts/NAME, or a checkpoint of it"
+        remedy = "give the folder of a run that saved one, such as expts/NAME"
         raise CheckpointError("; ".join(complaints) or f"{path}: holds no checkpoint of a step; {remedy}")
     try:
         config = Config(**state["config"])

@@ -96,9 +96,9 @@ def alter(folder, extension):
     (lambda folder: (folder / INDEX_FILE).unlink(), "python -m tools.prepare_data --shards"),
     (lambda folder: os.truncate(folder / INDEX_FILE, 1500), "shards.index: damaged, or of"),
     (lambda folder: (folder / "classes.json").write_text("[]"), "classes.json has changed since"),
-    (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: no bytes, expected"),
+    (lambda folder: (folder / SHARD).unlink(), f"{SHARD}: is missing, expected"),
     (lambda folder: os.truncate(folder / SHARD, 9000), f"{SHARD}: 9000 bytes, expected"),
-    (lambda folder: shutil.copy(folder / SHARD, folder / "val/x.tar"), "bytes, expected no from"),
+    (lambda folder: shutil.copy(folder / SHARD, folder / "val/x.tar"), "bytes, expected no bytes"),
     (lambda folder: alter(folder, ".cls"), "the bytes differ from the indexed ones"),
 ])  # fmt: skip
 def test_damage_ends_the_run_in_one_line(damage, message, copied, config, tmp_path, capsys):

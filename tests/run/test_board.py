@@ -79,8 +79,7 @@ def test_hparams_have_a_row_of_settings_and_results(run):
     context = backend_context.Context(TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(folder))))
     request = api_pb2.GetExperimentRequest()
     experiment = get_experiment.Handler(RequestContext(), context, "", request).run()
-    columns = [info.name for info in experiment.hparam_infos]
-    assert columns == [CHANGES, *ALWAYS_SHOWN]
+    assert [info.name for info in experiment.hparam_infos] == [CHANGES, *ALWAYS_SHOWN]
     assert not any(info.HasField("domain_discrete") for info in experiment.hparam_infos)  # an empty one hides all runs
     metrics = [info.name.tag for info in experiment.metric_infos]
     assert metrics[0] == "result/best_acc1" and len(metrics) == len(RESULTS)

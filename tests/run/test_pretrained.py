@@ -82,8 +82,7 @@ def test_torchvisions_file_gives_all_but_the_head(tiny, one_rank, tmp_path):
     config = tiny(model="resnet18", pretrained=str(tmp_path / "resnet18.pth"), opt_level="O2", amp_dtype="bf16")
     fresh = Trainer(tiny(model="resnet18"), one_rank).learner.model.state_dict()
     state, (note,) = begin(config, one_rank, tmp_path / "run")
-    head = {name: fresh[name] for name in ("fc.weight", "fc.bias")}
-    assert_equal(state, published | head)
+    assert_equal(state, published | {name: fresh[name] for name in ("fc.weight", "fc.bias")})
     assert note.endswith("; fc.weight, fc.bias newly initialised, for 10 classes instead of 1000")
 
 

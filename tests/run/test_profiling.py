@@ -21,8 +21,7 @@ def test_a_profiled_run_has_the_tutorials_ranges_and_a_summary(tiny, one_rank, t
     path = tmp_path / "profile/rank0.pt.trace.json.gz"
     names = [row.get("name") for row in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
     assert names.count("PROFILE") == names.count("epoch 2") == 1
-    events = read_trace(path)
-    ranges = {name: [event for event in events if event.group == name] for name in RANGES}
+    ranges = {name: [event for event in read_trace(path) if event.group == name] for name in RANGES}
     assert ranges.pop("graph replay") == []
     assert {name: len(occurrences) for name, occurrences in ranges.items()} == dict.fromkeys(ranges, ITERATIONS)
     assert [event.name for event in ranges["iteration"]] == [f"iteration {number}" for number in range(ITERATIONS)]
@@ -31,8 +30,7 @@ def test_a_profiled_run_has_the_tutorials_ranges_and_a_summary(tiny, one_rank, t
             assert outer.start <= inner.start and inner.end <= outer.end
 
     summary = (tmp_path / "profile/summary.txt").read_text()
-    log = (tmp_path / "train.log").read_text()
-    assert all(line in log for line in summary.splitlines())
+    assert all(line in (tmp_path / "train.log").read_text() for line in summary.splitlines())
     for word in (f"Profile of {ITERATIONS} iterations", *ranges, "aten::", "layout transposes", "waiting for input"):
         assert word in summary
     parts = [float(line.split()[0]) for line in summary.partition("top operators:\n")[2].splitlines()[:-2]]

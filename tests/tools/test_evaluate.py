@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, refuses, ca
 
 
 @pytest.mark.parametrize(("arguments", "status", "message"), [
-    (["tests"], 4, "tests: holds no checkpoint of a step; give a run's folder"),
+    (["tests"], 4, "tests: holds no checkpoint of a step; give the folder of a run"),
     (["{run}/metrics.jsonl"], 4, "is damaged or not a checkpoint of this program"),
     (["{run}", "--set", "model=resnet20"], 2, "--set model: cannot be changed after training; it was 'resnet8'"),
     (["{run}", "--set", "ema_decay=0.9"], 2, "--set ema_decay: cannot be changed after training; it was None"),

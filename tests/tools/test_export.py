@@ -120,4 +120,4 @@ def test_the_program_is_compared_with_the_network_that_was_trained(tiny, one_ran
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path, capsys):
     assert export.main([str(tmp_path)]) == 4
-    assert "checkpoints/best.pt: holds no checkpoint of a step; give a run's folder" in capsys.readouterr().err
+    assert "checkpoints/best.pt: holds no checkpoint of a step; give the folder of a run" in capsys.readouterr().err

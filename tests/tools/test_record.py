@@ -127,7 +127,7 @@ def test_seeds_are_paired_and_the_command_resumes(tmp_path, runs, capsys):
     assert against["gains"] == pytest.approx([3, 1, -2])
     assert against["gain"] == pytest.approx({"mean": 2 / 3, "sd": 2.5166}, rel=1e-4)
     assert against["time_ratio"]["mean"] == pytest.approx(2)
-    assert "0.67 ± 2.52 points over bs128, by seed +3.00 +1.00 -2.00; 2.00" in capsys.readouterr().out
+    assert "0.67 ± 2.52 points of last acc1 over bs128, by seed +3.00 +1.00 -2.00; 2.00" in capsys.readouterr().out
     common_seed = record.compare(summary["trials"][1:], first["trials"][:2])  # only seeds of both count
     assert common_seed["gain"] == {"mean": pytest.approx(1), "sd": None}
     for mistake in ([other, "--set=momentum=0.8"], ["bs128+no_such_key=1"], ["nothing"]):

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
             summary["against"] = against = compare(summary["trials"], summaries[options.config]["trials"])
             gains = " ".join(f"{gain:+.2f}" for gain in against["gains"])
             gain, ratio = (show_mean(against[key], 1.0, ".2f") for key in ("gain", "time_ratio"))
-            print(f"{name}: {gain} points over {options.config}, by seed {gains}; {ratio} x its time")
+            print(f"{name}: {gain} points of last acc1 over {options.config}, by seed {gains}; {ratio} x its time")
         write_json(folders[name] / "summary.json", summary)
     times = [f"{time}, s" for time in TIMES]
     columns = ["configuration", "target", "seeds", "reached", "epochs", "best acc1, %", *times]

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from torch import Tensor
 
 from utils.distributed.launch import OPEN_MPI
-from utils.errors import ExpectedError, Stopped, print_text
+from utils.errors import LOST_RANK, ExpectedError, Stopped, explain, print_text
 from utils.files import name_file_in_error, strict_json
 from utils.run.clock import Clock
 from utils.run.tensorboard import TensorBoardWriter
@@ -178,6 +178,8 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
     def _log_error(self, error: BaseException) -> None:
         """Write to train.log only, as main() prints the error: how the run ended, with a traceback if unexpected."""
+        if isinstance(error, RuntimeError) and LOST_RANK.search(str(error)):  # of a collective: no bug of this rank
+            error = explain(error) or error
         status = getattr(error, "exit_status", 130 if isinstance(error, KeyboardInterrupt) else 1)
         reason = f"{type(error).__name__}: {error}"
         known = isinstance(error, ExpectedError | KeyboardInterrupt)
@@ -187,8 +189,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
 
 def read_records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    """Return the records of a run's metrics.jsonl, of these kinds or all; [] without the file. Skips lines that a kill
-    or a power cut has damaged."""
+    """Return a run's records, of these kinds or all, without lines that a kill has damaged; [] without the file."""
     path, records = folder / METRICS, list[dict[str, Any]]()
     for line in path.read_bytes().splitlines() if path.exists() else []:
         with suppress(ValueError):

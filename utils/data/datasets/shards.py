@@ -111,8 +111,8 @@ def open_shards(name: str, data_path: Path, image_size: int | None) -> Dataset:
         raise DataError(f"{path}: damaged, or of another version: {error}; {remedy(data_path)}") from None
     indexed = {str(data_path / shard): size for shards, _ in splits for shard, size in shards.tolist()}
     for shard, _ in sorted(sizes.items() ^ indexed.items()):
-        found = f"{sizes.get(shard, 'no')} bytes, expected {indexed.get(shard, 'no')} from the index"
-        raise DataError(f"{shard}: {found}; {remedy(data_path)}")
+        found = f"{sizes[shard]} bytes" if shard in sizes else "is missing"
+        raise DataError(f"{shard}: {found}, expected {indexed.get(shard, 'no')} bytes; {remedy(data_path)}")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each process may open every shard
     return build_from_files(name, class_names, train, valid, image_size)
