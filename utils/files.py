@@ -65,7 +65,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        reason = f"{error.strerror}; an earlier version of the file is unchanged"
+        reason = f"{error.strerror}; an earlier version of the file, if any, is unchanged"
         raise ExpectedError(f"{path}: cannot be written: {reason}") from None
     with suppress(OSError):  # not every file system can flush a folder; the file itself is complete
         sync_folder(path.parent)

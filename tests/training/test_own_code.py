@@ -11,7 +11,7 @@ import torch
 
 import train
 from models import build_model
-from tests.conftest import read_records, run, without_times
+from tests.conftest import ROOT, read_records, run, without_times
 from tools import export
 from tools.doctor import machine
 from train import Trainer
@@ -21,6 +21,7 @@ from utils.data.datasets.custom import load_own
 from utils.errors import CheckpointError, ConfigError, DataError, explain
 from utils.training.checks.start import check_network
 
+PRINTED = re.search(r"```python\n([^`]*class Frozen[^`]*)```", (ROOT / "docs/own_code.md").read_text("utf-8"))[1]
 CODE = """
 import numpy as np
 import torch
@@ -32,9 +33,7 @@ def network(num_classes):
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
 
 def frozen(num_classes):
-    model = network(num_classes)
-    for layer in model[:2]:
-        layer.requires_grad_(False)
+    model = Frozen(num_classes)
     model.register_buffer("unknown", torch.tensor([0.0, torch.nan]), persistent=False)  # constant, though NaN != NaN
     return model
 
@@ -83,6 +82,7 @@ viewed = lambda num_classes: Viewed(3072, num_classes)
 fails = lambda num_classes: nn.Linear(num_classes, [][0])
 few = lambda num_classes: nn.Sequential(*network(num_classes)[:-1], nn.BatchNorm1d(8), nn.Linear(8, num_classes))
 leaves = lambda num_classes: exit(3)
+pair = lambda num_classes: nn.Sequential(nn.Flatten(), nn.LSTM(3072, num_classes))
 no_head = lambda num_classes: nn.Conv2d(3, 8, 3)
 late = lambda num_classes: Counts(None, *network(num_classes))
 
@@ -130,7 +130,7 @@ def code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
     before = set(sys.modules)
-    (tmp_path / "of_mine.py").write_text(CODE)
+    (tmp_path / "of_mine.py").write_text(CODE + PRINTED)
     yield tmp_path
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
@@ -160,9 +160,8 @@ def test_frozen_layers_do_not_change(tiny, one_rank, tmp_path, changes):
     trainer = Trainer(tiny(model="of_mine:frozen", max_epochs=1, **changes), one_rank, tmp_path)
     before = {name: weight.clone() for name, weight in trainer.learner.weights.state_dict().items()}
     trainer.train()
-    after = trainer.learner.state_dict()["model"]
-    same = {name for name in before if name.endswith(("weight", "bias")) and torch.equal(before[name], after[name])}
-    assert same == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    same = {name for name, weight in trainer.learner.state_dict()["model"].items() if torch.equal(weight, before[name])}
+    assert same == {name for name in before if name.startswith(("conv1.", "bn1.", "layer1.", "layer2."))}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -197,12 +196,13 @@ NO_TIMM = r'timm cannot be imported .*pip install "\.\[timm\]"'
     ("of_mine:viewed", {"enable_nhwc": True}, r"\[2, 3, 32, 32\]: RuntimeError: view .*\n{file}:\d+: return super\(\)"),
     ("of_mine:viewed", SMALL_FIRST, r"\[2, 3, 8, 8\] in training: .*\n{file}:\d+: "),
     ("of_mine:few", {"micro_batch_size": 1}, r"\[1, 3, 32, 32\] in training: ValueError: "),
-    ("vgg16", SMALL_FIRST, r"cannot take images \[2, 3, 8, 8\] in training: Runtime"),
+    ("vgg16", SMALL_FIRST, r"no logits for images \[2, 3, 8, 8\] in training: Runtime"),
     ("of_mine:complex_buffer", {}, "phase of its state is no tensor of real numbers"),
     ("of_mine:late", {}, r"its buffer mean is None at first and \[\] after training; give it its final shape"),
     ("of_mine:unsaved", {}, "its buffer mean is not saved, but changes; use no persistent=False"),
     ("of_mine:fails", {}, r"IndexError: list index out of range\n{file}:\d+: fails = lambda"),
     ("of_mine:leaves", {}, r"SystemExit: 3\n{file}:\d+: leaves = lambda"),
+    ("of_mine:pair", {}, r"no logits for images \[2, 3, 32, 32\]: AttributeError: 'tuple'"),
     ("of_mine:no_head", {}, r"turns images \[2, 3, 32, 32\] into \[2, 8, 30, 30\]; expected logits \[2, 10\]"),
     ("nowhere:network", {}, r"is not on Python's path or in {folder}, .*: No module named 'nowhere'"),
     ("broken:network", {}, r"cannot be imported: Syntax.*\n{folder}/broken.py:2: def network\(:"),

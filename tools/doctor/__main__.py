@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--failing-nodes", type=path_argument, metavar="FILE", help="write names for srun --exclude")
     parser.add_argument("--json", action="store_true", help="print a record, one JSON document; the lines go to stderr")
     parser.add_argument("--compare", nargs="+", type=path_argument, metavar="FILE", help="only compare several records")
-    parser.add_argument("--baseline", type=path_argument, metavar="FILE", help="fail if 15 %% slower than this record")
+    parser.add_argument("--baseline", type=path_argument, metavar="FILE", help="fail below 0.87 of this record")
     help_text = "level of NVIDIA's dcgmi diag, if installed: 2 takes minutes, 1 seconds, 0: none (default: 2)"
     parser.add_argument("--dcgm", type=int, choices=(0, 1, 2), default=2, metavar="LEVEL", help=help_text)
     parser.add_argument("--burn-in", type=above_zero, metavar="MINUTES", help="train; watch rate, results and heat")

@@ -113,7 +113,7 @@ def _read_blocks(path: Path) -> dict[str, CommentedMap]:
         if not BLOCK_NAME.fullmatch(str(name)):
             raise ConfigError(f"{origin} name {shown(name)} cannot name a folder; use letters, digits and . _ + -")
         if not isinstance(block, CommentedMap):
-            raise ConfigError(f"{origin} {name!r} is {shown(block)}; expected keys below it, for example lr: 0.1")
+            raise ConfigError(f"{origin} {name!r} is {shown(block)}; expected keys below a name such as default:")
     return {str(name): block for name, block in blocks.items()}
 
 

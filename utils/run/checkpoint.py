@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from utils.base_config import BaseConfig, KeyFlag
+from utils.base_config import BaseConfig, KeyFlag, as_yaml
 from utils.errors import CheckpointError, ConfigError, ExpectedError
 from utils.files import PAUSES, write_atomically
 
@@ -209,7 +209,7 @@ def _kind(value: Any) -> str:
 def changed(saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str]:
     """Return {key: "KEY OLD -> NEW"} of each current key whose value changed."""
     pairs = {key: (saved.get(key), value) for key, value in current.items()}
-    return {key: f"{key} {old!r:.60} -> {new!r:.60}" for key, (old, new) in pairs.items() if old != new}
+    return {key: f"{key} {as_yaml(old):.60} -> {as_yaml(new):.60}" for key, (old, new) in pairs.items() if old != new}
 
 
 def shorten(names: Sequence[str]) -> str:

@@ -51,7 +51,7 @@ def _try(learner: Learner, name: str, shape: tuple[int, ...], *, training: bool)
     model, plan = learner.model.train(training), learner.plan
     what = f"images {list(shape)}{' in training' if training else ''}"
     images = torch.zeros(shape, device=next(model.parameters()).device).to(memory_format=plan.memory_format)
-    with user_code_errors(f"model {name} cannot take {what}", ConfigError), torch.set_grad_enabled(training):
+    with user_code_errors(f"model {name} returns no logits for {what}", ConfigError), torch.set_grad_enabled(training):
         outputs = plan.precision.forward(model, images)
     if list(outputs.shape) != (expected := [shape[0], learner.config.num_classes]):
         raise ConfigError(f"model {name}: turns {what} into {list(outputs.shape)}; expected logits {expected}")
