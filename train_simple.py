@@ -84,7 +84,7 @@ def build_loader(data_path: str, training: bool) -> DataLoader[tuple[Tensor, Ten
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_path", default="./data", help="folder of cifar-100-python, downloaded if missing")
+    parser.add_argument("--data_path", default="./data", help="holds cifar-100-python, downloaded if missing")
     parser.add_argument("--epochs", type=int, default=100)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
