@@ -157,7 +157,7 @@ def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) ->
     while struck < kills:
         runs += 1
         folder, intended = work / f"killed-{runs}", min(KILLS_PER_RUN, kills - struck)
-        longest = [(starting, 2 * training / intended)] * intended
+        longest = [(starting, 2 * training / (intended + 1))] * intended
         while moment := train_and_kill(job, folder, longest.pop() if longest else (), generator):
             struck += 1
             print(f"kill {struck} of {kills}: {moment}", flush=True)
