@@ -68,8 +68,7 @@ def test_one_step_of_each_window_is_sampled_from_the_seed(tiny):
     due, other = ([step for step in range(1000) if is_due(config, step)] for config in configs)
     assert [step // 10 for step in due] == list(range(100)) and due != other
     assert len({step % 10 for step in due}) == 10
-    every = tiny(verify_every_steps=1)
-    assert all(is_due(every, step) for step in range(10))
+    assert all(is_due(tiny(verify_every_steps=1), step) for step in range(10))
 
 
 def test_the_first_steps_of_a_start_and_of_a_restored_checkpoint_are_checked_with_hooks(tiny, one_rank, monkeypatch):

@@ -1,6 +1,7 @@
 """TensorBoard's page and the report's, in a real browser: numbers read off what a person sees.
 
-bash tests/system/browser/install.sh && python -m pytest -m browser"""
+bash tests/system/browser/install.sh && python -m pytest -m browser
+"""
 
 import json
 import re

@@ -2,7 +2,8 @@
 
 Operations captured in a graph are repeated at the same addresses whenever it is replayed, so a stale address shows as a
 wrong number. Half precision convolutions, matrix products, batch normalisations and SGD are computed in float32 and
-rounded, as on a GPU."""
+rounded, as on a GPU.
+"""
 
 import ctypes
 import threading

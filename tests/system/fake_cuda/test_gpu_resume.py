@@ -2,7 +2,8 @@
 mid-epoch on a GPU, with a small network and data. A step of every block makes as many launches, waits and copies as
 golden_steps.txt says, which this command writes in a few minutes:
 
-    GOLDEN_STEPS=write bash tests/system/fake_cuda/run.sh -n 0 -k block_resumes"""
+    GOLDEN_STEPS=write bash tests/system/fake_cuda/run.sh -n 0 -k block_resumes
+"""
 
 import itertools
 import json
