@@ -37,7 +37,7 @@ from utils.run.logger import METRICS, read_records
 
 KINDS = ("step", "epoch", "end")  # records of metrics.jsonl that must be equal; others record starts and stops
 KILL_SECONDS = 30.0  # seconds that a process may take to end after SIGKILL
-KILLS_PER_RUN = 8  # more kills need more runs
+KILLS_PER_RUN, RUNS_PER_KILL = 8, 10  # at most; a run may end before it is killed
 
 
 @dataclass(frozen=True)
@@ -154,11 +154,12 @@ def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) ->
     starting = time.monotonic() - began - training
     print(f"uninterrupted: {training:.1f} s of training after {starting:.1f} s of start-up", flush=True)
     struck = runs = resumed = 0
-    while struck < kills:
+    while struck < kills and runs < RUNS_PER_KILL * kills:
         runs += 1
         folder, intended = work / f"killed-{runs}", min(KILLS_PER_RUN, kills - struck)
-        longest = [(starting, 2 * training / (intended + 1))] * intended
-        while moment := train_and_kill(job, folder, longest.pop() if longest else (), generator):
+        longest = starting, 2 * training / (intended + 1)
+        plans = [(1.0, *longest), *[(0.75, *longest)] * (intended - 1)]  # the last kill of a run is always in training
+        while moment := train_and_kill(job, folder, plans.pop() if plans else (), generator):
             struck += 1
             print(f"kill {struck} of {kills}: {moment}", flush=True)
         if differences := compare(uninterrupted, folder):
@@ -167,23 +168,23 @@ def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) ->
         shutil.rmtree(folder)
     print(f"{struck} kills over {runs} runs of {job.nproc} process(es); {resumed} starts resumed from a checkpoint")
     if not resumed:
-        raise ExpectedError("no start resumed, so nothing was shown; use more --kills")
+        raise ExpectedError("no start resumed, so nothing was shown; use more --kills or checkpoint_every_steps")
     return []
 
 
-def train_and_kill(job: RunCommand, folder: Path, longest: Sequence[float], generator: random.Random) -> str:
-    """Start the run; kill it within `longest` seconds of start-up or, in 75 % of all cases, of training with a saved
-    checkpoint, in 40 % when it then writes one; no `longest`, no kill. Return in what it was killed, "" if it has
-    finished. `ExpectedError` if it fails or ignores a good checkpoint."""
+def train_and_kill(job: RunCommand, folder: Path, plan: Sequence[float], generator: random.Random) -> str:
+    """Start the run and kill it. `plan`: the share of kills in training, which follow a checkpoint, and most seconds
+    of start-up and of training before a kill; () for none. 40 % wait for the next write of one; none follows the end of
+    training. Return in what it was killed, "" if it has ended. `ExpectedError` if it fails or forgets a checkpoint."""
     checkpoints = folder / "checkpoints"
     killed, has_checkpoint = False, newest_good(checkpoints)[0] is not None
     with Attempt(job, folder) as attempt:
-        if longest:
-            in_training = generator.random() < 0.75  # drawn apart: training may be much shorter than start-up
+        if plan:
+            in_training = generator.random() < plan[0]  # drawn apart: training may be much shorter than start-up
             if in_training:
                 attempt.wait_until(lambda: attempt.has_begun() and any(checkpoints.glob("step-*.pt")), pause=0.01)
-            moment, write = time.monotonic() + generator.uniform(0, longest[in_training]), generator.random() < 0.4
-            killed = attempt.wait_until(lambda: time.monotonic() >= moment)
+            moment, write = time.monotonic() + generator.uniform(0, plan[1 + in_training]), generator.random() < 0.4
+            killed = attempt.wait_until(lambda: time.monotonic() >= moment) and not read_records(folder, "end")
             if killed and write:
                 killed = attempt.wait_until(lambda: any(checkpoints.glob("*.tmp")), pause=0)
                 time.sleep(generator.uniform(0, 0.003))

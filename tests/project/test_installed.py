@@ -113,8 +113,8 @@ def test_installed_it_runs_from_another_folder(environment, tmp_path):
     torchrun = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     run([*torchrun, "-m", "resnet50_at_scale", "train", *short, "--run-dir=expts/two"], folder)
     assert "two" in run([command, "runs", "expts"], folder)
-    small = [*short, "--set=limit_train_batches=2", "--set=max_epochs=1"]
-    assert "verdict: EQUAL" in run([command, "verify_resume", *small, "--kills=1"], folder)
+    small = [*short, "--set=limit_train_batches=20", "--set=max_epochs=1", "--set=checkpoint_every_steps=1"]
+    assert "verdict: EQUAL" in run([command, "verify_resume", *small, "--kills=1", "--seed=37"], folder)
     bench = ["--nproc=1", "--iters=2", "--warmup=1", "--trials=1"]
     assert "strong 1" in run([command, "bench", "scaling", *short, *bench], folder)
     program = f"from resnet50_at_scale.api import load, train; print(load(train(**{IN_PYTHON}).folder).class_names)"
