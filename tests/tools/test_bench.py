@@ -313,4 +313,4 @@ def test_a_bench_measures_and_reports(arguments, cases, tmp_path, capfd, monkeyp
     assert all(reason in errors for reason in reasons), errors
     results = json.loads((tmp_path / "report").read_text())["results"]
     assert results.get("rungs", results).keys() == {*cases} - missing
-    assert [call.args[0].data_loader for call in trial.call_args_list] == cases * (arguments[0] == "loaders")
+    assert [call.args[0].data_loader for call in trial.call_args_list] == [*cases] * (arguments[0] == "loaders")
