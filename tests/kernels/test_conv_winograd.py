@@ -108,8 +108,7 @@ def test_two_runs_give_the_same_bits_and_uninitialised_memory_is_never_read(auto
     expected = results(WinogradConv2d, *inputs, autocast=autocast)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
-    found = results(WinogradConv2d, *inputs, autocast=autocast)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, results(WinogradConv2d, *inputs, autocast=autocast), expected))
 
 
 def test_unsupported_tensors_use_pytorch():

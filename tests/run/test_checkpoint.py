@@ -239,12 +239,13 @@ def test_at_another_world_size_each_rank_and_step_has_a_new_random_stream(tiny, 
 
 
 def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch):
-    path = tmp_path / "file"
+    path, synced = tmp_path / "file", []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     files.write_atomically(path, b"old")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(ExpectedError, match=r"file: cannot be written: No space .*; an earlier version .*, if any"):
         files.write_atomically(path, b"new")
-    assert contents(tmp_path) == {"file": b"old"}
+    assert contents(tmp_path) == {"file": b"old"} and synced[0] == 3  # bytes
 
 
 def test_the_last_few_are_kept_and_weights_that_are_not_finite_never_saved(tmp_path, state):
