@@ -81,12 +81,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     print(capture.get().removesuffix("\n"))
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder for results. Raises `ConfigError` if that is impossible."""
+def make_folder(path: Path, option: str = "--out") -> None:
+    """Create a folder for results, which `option` names. Raises `ConfigError` if that is impossible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot hold results: {error.strerror}; choose another with --out") from None
+        raise ConfigError(f"{path}: cannot hold results: {error.strerror}; choose another with {option}") from None
 
 
 def check_writable(option: str, path: Path | None) -> None:

@@ -26,6 +26,7 @@ from ruamel.yaml.error import YAMLError
 
 from tools.common import new_parser, path_argument, print_table
 from utils.errors import DataError, Stopped, exit_in_a_line
+from utils.files import read_json_lines
 from utils.run.clock import ACTIVITIES
 
 USEFUL = ("train", "input", "validation", "test")
@@ -125,7 +126,7 @@ def read_run_folder(folder: Path) -> Run:
         run.environment = dict(json.loads((folder / "environment.json").read_text("utf-8")))
     except (OSError, YAMLError, ValueError, TypeError, AttributeError):
         run.problems.append("config.yaml or environment.json is missing or damaged")
-    run.records, damaged = read_lines(folder / "metrics.jsonl")
+    run.records, damaged = read_json_lines(folder / "metrics.jsonl", "kind")
     if damaged:
         run.problems.append(f"metrics.jsonl: {damaged} line(s) cannot be read; skipped")
     by_epoch = {record["epoch"]: record for record in run.records if record["kind"] == "epoch"}
@@ -142,7 +143,7 @@ def read_run_folder(folder: Path) -> Run:
 
 def _find_state(run: Run) -> tuple[str, str]:
     """Return the state of a run folder and, if the run failed, the reason."""
-    with suppress(FileNotFoundError, PermissionError), (run.path / ".lock").open() as lock:
+    with suppress(OSError), (run.path / ".lock").open() as lock:  # no such file, or a file system without locks
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -156,17 +157,6 @@ def _find_state(run: Run) -> tuple[str, str]:
     if outcome.get("status") == Stopped.exit_status:
         return "stopped", ""
     return "failed", f"ended by {outcome.get('reason', 'something unknown')}".partition("\n")[0]
-
-
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of a JSON lines file and its number of damaged lines; a missing file is empty."""
-    lines, records = path.read_bytes().splitlines() if path.exists() else [], list[dict[str, Any]]()
-    for line in lines:
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict) and "kind" in record:
-                records.append(record)
-    return records, len(lines) - len(records)
 
 
 def find_ledger(records: Sequence[dict[str, Any]]) -> tuple[int, dict[str, float]]:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from tools.common import above_zero, add_count, new_parser, path_argument
+from tools.common import above_zero, add_count, make_folder, new_parser, path_argument
 from utils.config import load_config
 from utils.config.command_line import add_config_arguments
 from utils.distributed.launch import torchrun_here
@@ -212,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = ["log_to_screen=true", "log_to_tensorboard=false", "save_checkpoint=true", "deterministic=true"]
     settings += options.set  # the last one wins
     load_config(options.yaml_config, options.config, settings)
+    if options.work_dir is not None:
+        make_folder(options.work_dir, "--work-dir")
     block = f"--config={options.config}", f"--yaml_config={options.yaml_config}"
     work = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=options.work_dir))
     job = RunCommand([*block, *(f"--set={setting}" for setting in settings)], options.nproc, options.timeout)

@@ -55,6 +55,18 @@ def strict_json(value: Any, *, indent: int | None = None, default: Callable[[Any
     return json.dumps(finite, indent=indent)
 
 
+def read_json_lines(path: Path, key: str) -> tuple[list[dict[str, Any]], int]:
+    """Return the objects that have `key` in a file of JSON lines, and the number of its other lines, such as one that a
+    kill has cut; ([], 0) without the file."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    objects = list[dict[str, Any]]()
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads(line), dict) and key in value:
+                objects.append(value)
+    return objects, len(lines) - len(objects)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace a file so that at any moment either the whole old or the whole new one exists, also after a power cut;
     raise `ExpectedError` with the file's name if it cannot be written."""

@@ -12,7 +12,6 @@ import pytest
 
 from tests.conftest import POLLS, ROOT, interrupt, read_records, run
 from tools import runs
-from tools.runs import read_lines
 from train import Trainer
 from utils.run.clock import ACTIVITIES, LOOP, WORK, Clock
 from utils.run.folder import _cut_records
@@ -144,12 +143,12 @@ def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     assert [json.loads(stop)[key] for key in ("kind", "status", "step")] == ["stop", 130, 8]
     assert began < json.loads(stop)["time"] < time.time()
     metrics.write_text("\n".join([*kept, ""]))  # a killed start writes no "stop"
-    first, before = runs.find_ledger(read_lines(metrics)[0])
+    first, before = runs.find_ledger(read_records(tmp_path / "run"))
     time.sleep(0.5)  # stopped
     clock = run(config, one_rank, tmp_path / "run").run.clock
     *_, last, end = (read_records(tmp_path / "run", kind)[-1]["images_per_sec"] for kind in ("epoch", "end"))
     assert (last, end) == (clock.images_per_sec(), clock.whole.images_per_sec)  # of the epoch, of all starts
-    second, seconds = runs.find_ledger(read_lines(metrics)[0])
+    second, seconds = runs.find_ledger(read_records(tmp_path / "run"))
     assert (first, second) == (1, 2) and seconds["stopped"] >= 0.49
     assert sum(before.values()) + 0.49 <= sum(seconds.values()) <= time.time() - began + 0.01  # rounded to 1 ms
     assert seconds["replay"] > 0 == before["replay"]

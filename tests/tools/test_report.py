@@ -202,6 +202,7 @@ def test_states_and_a_folder_without_a_run(run, page, tmp_path, capsys):
     for shown in (text, printed):
         assert "killed: no record of its end" in shown and "full: ended by No space left on device" in shown
     assert runs_tool.main([str(tmp_path / "nothing")]) == 3
-    (tmp_path / "alone/tb_logs").mkdir(parents=True)  # a folder with only TensorBoard's files
+    for name in ("tb_logs", ".lock"):  # a folder with only TensorBoard's files, and a lock that nobody can hold
+        (tmp_path / "alone" / name).mkdir(parents=True)
     assert runs_tool.main([str(tmp_path / "alone")]) == 0
     assert re.search(r" failed +│ +0 │ +- │ +- │", capsys.readouterr().out)

@@ -61,10 +61,10 @@ def scripted(tmp_path, monkeypatch):
 def test_a_run_that_hangs_is_ended_and_reported(tmp_path, scripted, capsys):
     ignore = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     scripted(f"{ignore}print('going', flush=True)\ntime.sleep(600)\n")
-    assert main([*ARGUMENTS, "--timeout=2", "--seed=5", f"--work-dir={tmp_path}"]) == 1
+    assert main([*ARGUMENTS, "--timeout=2", "--seed=5", f"--work-dir={tmp_path / 'new'}"]) == 1
     out = capsys.readouterr().out
     assert "verdict: NOT EQUAL" in out and "may hang; its output ends:\ngoing" in out and out.count("--seed=5") == 1
-    (work,) = tmp_path.glob("verify-resume-*")
+    (work,) = tmp_path.glob("new/verify-resume-*")
     assert verify_resume.find_processes(work / "uninterrupted") == []
 
 

@@ -1,6 +1,5 @@
 """Write a run's log, progress bar, metrics.jsonl and TensorBoard."""
 
-import json
 import os
 import shutil
 import socket
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from utils.distributed.launch import OPEN_MPI
 from utils.errors import LOST_RANK, ExpectedError, Stopped, explain, print_text
-from utils.files import name_file_in_error, strict_json
+from utils.files import name_file_in_error, read_json_lines, strict_json
 from utils.run.clock import Clock
 from utils.run.tensorboard import TensorBoardWriter
 from utils.run.trackers import Tracker
@@ -190,10 +189,7 @@ class RunLogger(AbstractContextManager["RunLogger"]):
 
 def read_records(folder: Path, *kinds: str) -> list[dict[str, Any]]:
     """Return a run's records, of these kinds or all, without lines that a kill has damaged; [] without the file."""
-    path, records = folder / METRICS, list[dict[str, Any]]()
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            records.append(json.loads(line))
+    records, _ = read_json_lines(folder / METRICS, "kind")
     return [record for record in records if not kinds or record["kind"] in kinds]
 
 
