@@ -63,6 +63,12 @@ class SharedConfig(BaseConfig):
     """NHWC: model and images in the channels_last memory format."""
 
 
+def split_number(setting: str, default: int = 0) -> tuple[str, int]:
+    """Split a setting of the form NAME/N into NAME and N; `default` for a NAME without a number."""
+    name, _, number = setting.partition("/")
+    return name, int(number or default)
+
+
 def as_yaml(value: Any) -> str:
     """Return a value as one writes it in a block, on one line; a path, or another object, as its text."""
     text = json.dumps(value, ensure_ascii=False, default=str, skipkeys=True)

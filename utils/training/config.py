@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from utils.base_config import Fraction, KeyFlag, PositiveFloat, PositiveInt, SharedConfig, as_yaml
+from utils.base_config import Fraction, KeyFlag, PositiveFloat, PositiveInt, SharedConfig, as_yaml, split_number
 from utils.distributed.config import DistributedConfig
 from utils.user_code import OwnCode, TimmName, is_user_code
 
@@ -57,20 +57,20 @@ class OptimizerConfig(SharedConfig):
     @property
     def optimizer_kind(self) -> str:
         """`optimizer` without its number."""
-        return self.optimizer.partition("/")[0]
+        return split_number(self.optimizer)[0]
 
     @property
     def newton_schulz_steps(self) -> int:
         """Steps in which muon orthogonalises an update; the default is Jordan's."""
-        return int(self.optimizer.partition("/")[2] or 5)
+        return split_number(self.optimizer, default=5)[1]
 
     @property
     def peak_lr(self) -> float:
         """Learning rate after `lr_scale_rule`."""
         if self.lr_scale_rule == "none":
             return self.lr
-        rule, _, reference = self.lr_scale_rule.partition("/")
-        return self.lr * (self.batch_size / int(reference)) ** (0.5 if rule == "sqrt" else 1.0)
+        rule, reference = split_number(self.lr_scale_rule)
+        return self.lr * (self.batch_size / reference) ** (0.5 if rule == "sqrt" else 1.0)
 
 
 class ScheduleConfig(SharedConfig):
@@ -96,7 +96,7 @@ class ScheduleConfig(SharedConfig):
     @property
     def schedule_kind(self) -> str:
         """`lr_schedule` without its number; step for a list of epochs."""
-        return self.lr_schedule.partition("/")[0] if isinstance(self.lr_schedule, str) else "step"
+        return split_number(self.lr_schedule)[0] if isinstance(self.lr_schedule, str) else "step"
 
     @property
     def warmup_epochs(self) -> float:
@@ -107,7 +107,7 @@ class ScheduleConfig(SharedConfig):
     @property
     def plateau_patience(self) -> int:
         """Epochs without a better validation loss that plateau lets pass."""
-        return int(str(self.lr_schedule).partition("/")[2] or 10)
+        return split_number(str(self.lr_schedule), default=10)[1]
 
     @model_validator(mode="after")
     def _check_schedule(self) -> "ScheduleConfig":
@@ -198,14 +198,14 @@ class SpeedConfig(OptimizerConfig, PrecisionConfig, DistributedConfig):
     def extra_opt(self, name: ExtraOpt) -> bool:
         """Whether `enable_extra_opts` turns an optimisation on; true leaves out what the optimizer does not have."""
         if isinstance(self.enable_extra_opts, tuple):
-            return any(opt.partition("/")[0] == name for opt in self.enable_extra_opts)
+            return any(split_number(opt)[0] == name for opt in self.enable_extra_opts)
         return self.enable_extra_opts and (name != "fused_optimizer" or self.optimizer in HAVE_FUSED_KERNEL)
 
     @property
     def cudnn_candidates(self) -> int:
         """Algorithms for a convolution that cudnn_benchmark times; the default is PyTorch's."""
         opts = self.enable_extra_opts if isinstance(self.enable_extra_opts, tuple) else ()
-        return next((int(opt.partition("/")[2]) for opt in opts if "/" in opt), 10)
+        return next((split_number(opt)[1] for opt in opts if "/" in opt), 10)
 
     def cpu_kernel(self, name: CpuKernel) -> bool | Literal["auto"]:
         """Whether `cpu_kernels` names a kernel; auto: where it works."""

@@ -24,7 +24,8 @@ class Schedule:
         self.warmup_stride = steps_per_epoch if config.lr_warmup_by == "epoch" else 1
         milestones = config.lr_schedule if isinstance(config.lr_schedule, tuple) else ()
         self.milestone_steps = [epoch * steps_per_epoch for epoch in milestones]
-        self.patience, self.best, self.bad_epochs, self.cuts = config.plateau_patience, math.inf, 0, 0
+        self.patience = config.plateau_patience  # epochs without a better loss before a cut
+        self.best, self.bad_epochs, self.cuts = math.inf, 0, 0
 
     def factor(self, step: int) -> float:
         """Return the factor on the peak learning rate for `step`, counted from 0."""
@@ -62,7 +63,7 @@ class Schedule:
             self.cuts, self.bad_epochs = self.cuts + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("patience", "best", "bad_epochs", "cuts")}
+        return {"best": self.best, "bad_epochs": self.bad_epochs, "cuts": self.cuts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the plateau's counts; the patience stays as configured."""
