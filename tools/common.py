@@ -27,7 +27,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 def new_parser(name: str, documentation: str | None, exit_status: str = "") -> argparse.ArgumentParser:
     """Return the parser of `python -m tools.NAME`. Its --help shows the module's docstring and the exit statuses."""
     return argparse.ArgumentParser(
-        prog=command(name), description=documentation, epilog=exit_status and f"Exit status: {exit_status}",
+        prog=command(name), description=documentation, epilog=f"Exit status: {exit_status}" if exit_status else None,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
 

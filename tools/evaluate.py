@@ -65,14 +65,15 @@ def evaluate(trained: Trained, folder: Path | None, world: World, *, test: bool 
     split = find_split(trained, [folder] if folder else [], world, test=test)
     if (split.labels < 0).any():
         raise DataError(f"{folder}: has images outside class folders; expected {folder}/CLASS/IMAGE")
-    (classifier, loader, notes), names = open_split(trained, split, world), trained.class_names
+    classifier, loader, notes = open_split(trained, split, world)
+    names = trained.class_names
     confusion, calibration = Confusion(len(names), world.device), Calibration(world.device)
     top = TopCounts(min(TOP, len(names)), world.device)
     sums = validate(classifier, loader, world, [confusion.add, calibration.add, top.add])
     if len(unreadable := gather_unreadable(world, loader)) == len(split.labels):
         raise DataError(f"not one of {len(unreadable)} images can be read: {describe_unreadable(unreadable)}")
     figures, counts, bins = sums.average(world), confusion.collect(world), calibration.collect(world)
-    top_accuracy = top.accuracy(world)
+    top_accuracy = top.collect(world) / figures["images"]
     images, predicted, right = counts.sum(1).tolist(), counts.sum(0).tolist(), counts.diagonal().tolist()
     classes = [
         {"class": names[label], "images": images[label], "accuracy": right[label] / images[label],
@@ -143,18 +144,15 @@ class TopCounts:
     """Counts images whose true class is among the `k` largest outputs."""
 
     def __init__(self, k: int, device: torch.device) -> None:
-        self.k = k
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # correct images, all images
+        self.k, self.count = k, torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
         """Add outputs [N, classes] and labels [N] of one batch."""
-        self.counts[0] += (outputs.topk(self.k, 1).indices == labels[:, None]).any(1).sum()
-        self.counts[1] += labels.shape[0]
+        self.count += (outputs.topk(self.k, 1).indices == labels[:, None]).any(1).sum()
 
-    def accuracy(self, world: World) -> float:
-        """Collective: top-k accuracy over all images, in [0, 1]."""
-        right, images = world.all_reduce(self.counts.clone()).tolist()
-        return right / images
+    def collect(self, world: World) -> int:
+        """Collective: return the count over all ranks."""
+        return int(world.all_reduce(self.count.clone()))
 
 
 class Calibration:

@@ -30,7 +30,7 @@ from PIL import Image
 from tools.common import add_count, make_folder, new_parser, path_argument, write_file
 from tools.trained import Trained, add_arguments, find_split, open_split, run_trained
 from utils.data.datasets.dataset import Split
-from utils.data.datasets.image_files import describe_unreadable
+from utils.data.datasets.image_files import ImageFiles, describe_unreadable
 from utils.data.loader import gather_unreadable
 from utils.distributed.world import World
 from utils.errors import DataError, exit_in_a_line
@@ -87,7 +87,7 @@ def write(folder: Path, trained: Trained, predictions: Predictions, pictures: in
     def name(row: int) -> str:
         """Return the path of an image file, or the number of an image in an array."""
         index = int(indices[row])
-        return os.path.normpath(split.path(index)) if hasattr(split, "path") else str(index)
+        return os.path.normpath(split.path(index)) if isinstance(split, ImageFiles) else str(index)
 
     rows = (
         (name(row), names[best], f"{values[best]:.6g}", names[label] if label >= 0 else "",

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     add_count(parser, "--images_per_shard", 4096, "images of a new shard; ImageNet: 313 shards of 0.45 GB")
     options = parser.parse_args(argv)
     folder, source, cifar = options.shards, options.source, (options.dataset, options.data_path)
-    if None in cifar if folder is None else cifar != (None, None):
+    if (folder is None and None in cifar) or (folder is not None and cifar != (None, None)):
         parser.error("expected either --dataset and --data_path, or --shards")
     if None in (folder, source) and options.images_per_shard != parser.get_default("images_per_shard"):
         parser.error("--images_per_shard needs --shards and --from; without --from, shards are only indexed")

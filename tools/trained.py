@@ -53,7 +53,8 @@ class Trained:
         return tuple(self.state["data"]["shape"])
 
     def describe(self, classifier: Classifier, world: World) -> str:
-        state, of_batch = self.state, f", batch {self.state['batch']}" if self.state["batch"] else ""
+        state = self.state
+        of_batch = f", batch {state['batch']}" if state["batch"] else ""
         whose = ", moving average of the weights" if state["average"] else ""
         ranks = f", {world.world_size} ranks" if world.world_size > 1 else ""
         when = f"after epoch {state['epoch']}{of_batch}, step {state['step']}{whose}"

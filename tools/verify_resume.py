@@ -113,7 +113,8 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
     """Return up to 20 differences of two finished runs: in records, the newest checkpoint and the best weights."""
     sides = []
     for folder in (uninterrupted, killed):
-        state, best = newest_good(folder / "checkpoints")[1] or {}, read_checkpoint(folder / "checkpoints/best.pt")
+        state = newest_good(folder / "checkpoints")[1] or {}
+        best = read_checkpoint(folder / "checkpoints/best.pt")
         records = read_records(folder, *KINDS)
         content = {METRICS: [{key: value for key, value in row.items() if key not in MEASURED} for row in records]}
         content |= {key: state[key] for key in state.keys() - {"seconds", "timing", "versions"}}
@@ -173,17 +174,19 @@ def verify(job: RunCommand, kills: int, generator: random.Random, work: Path) ->
 
 
 def train_and_kill(job: RunCommand, folder: Path, plan: Sequence[float], generator: random.Random) -> str:
-    """Start the run and kill it. `plan`: the share of kills in training, which follow a checkpoint, and most seconds
+    """Start the run and kill it. `plan`: the fraction of kills in training, which follow a checkpoint, and most seconds
     of start-up and of training before a kill; () for none. 40 % wait for the next write of one; none follows the end of
     training. Return in what it was killed, "" if it has ended. `ExpectedError` if it fails or forgets a checkpoint."""
     checkpoints = folder / "checkpoints"
     killed, has_checkpoint = False, newest_good(checkpoints)[0] is not None
     with Attempt(job, folder) as attempt:
         if plan:
-            in_training = generator.random() < plan[0]  # drawn apart: training may be much shorter than start-up
+            fraction, starting, training = plan
+            in_training = generator.random() < fraction  # drawn apart: training may be much shorter than start-up
             if in_training:
                 attempt.wait_until(lambda: attempt.has_begun() and any(checkpoints.glob("step-*.pt")), pause=0.01)
-            moment, write = time.monotonic() + generator.uniform(0, plan[1 + in_training]), generator.random() < 0.4
+            moment = time.monotonic() + generator.uniform(0, training if in_training else starting)
+            write = generator.random() < 0.4
             killed = attempt.wait_until(lambda: time.monotonic() >= moment) and not read_records(folder, "end")
             if killed and write:
                 killed = attempt.wait_until(lambda: any(checkpoints.glob("*.tmp")), pause=0)

@@ -215,7 +215,7 @@ def test_rates_are_of_timed_batches_on_a_finished_device(tiny, one_rank, monkeyp
         monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(module, "build_loaders", lambda *_: loader)
         monkeypatch.setattr(module, "prefetch", feed)
-    monkeypatch.setattr(common, "synchronize", lambda _: vars(clock).update(now=clock.now + clock.queued, queued=0))
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda _: vars(clock).update(now=clock.now + clock.queued, queued=0))
     assert plan_on(tiny("fastest"), "cuda").capture_steps == GRAPH_WARMUP_STEPS + 1  # they are not timed
     monkeypatch.setattr(Plan, "capture_steps", 5)
     monkeypatch.setattr("utils.training.learner.Learner.train_step", step)
@@ -267,7 +267,7 @@ def test_lightnings_clock_stops_before_it_moves_the_network_to_the_cpu(tiny, mon
     lightning = pytest.importorskip("lightning", reason='lightning is missing: pip install ".[peers]"')
     calls = Mock(clock=Mock(side_effect=[10.0, 12.0]))
     monkeypatch.setattr(peers, "time", SimpleNamespace(perf_counter=calls.clock))
-    monkeypatch.setattr(common, "synchronize", calls.wait)
+    monkeypatch.setattr(torch.cpu, "synchronize", calls.wait)
     monkeypatch.setattr(lightning.LightningModule, "cpu", calls.cpu)
     assert peers.lightning_case(tiny(batch_size=8), 1, 3)() == {"full": 3 * 8 / 2.0}
     assert [name for name, *_ in calls.mock_calls] == ["wait", "clock", "wait", "clock", "cpu"]

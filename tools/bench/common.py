@@ -145,21 +145,16 @@ def _run(build: Callable[[], Case]) -> tuple[Mapping[str, float], dict[str, Any]
     if not _built:
         _built.append(build())
     plan = getattr(_built[0], "plan", None)
-    return _built[0](), plan and plan.describe()
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work, so that a clock can be read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return _built[0](), plan.describe() if plan else None
 
 
 def time_action(device: torch.device, action: Callable[[], object]) -> float:
     """Return the seconds until the action and its work on the device are done. The device must be idle before."""
-    synchronize(device)
+    wait_for = torch.get_device_module(device).synchronize
+    wait_for(device)
     started = time.perf_counter()
     action()
-    synchronize(device)
+    wait_for(device)
     return time.perf_counter() - started
 
 

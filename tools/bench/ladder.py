@@ -26,7 +26,7 @@ from utils.distributed.world import World
 from utils.environment import describe_environment
 from utils.errors import ConfigError
 from utils.training.checks.dry_run import activation_bytes_per_image
-from utils.training.metrics.flops import NO_VALUES, flops_per_image, measured_peak
+from utils.training.metrics.flops import flops_per_image, measured_peak
 from utils.training.plan import make_plan
 from utils.user_code import user_code_errors
 
@@ -98,7 +98,7 @@ def per_image(config: Config, world: World, limits: Row) -> dict[str, float]:
     medians = {name: sample.median for name, sample in limits.items()}
     limit = measured_peak(medians, precision.number_format)
     assert limit is not None, "limits are measured in every number format of this device"
-    with user_code_errors(f"model {config.model}: {NO_VALUES}", ConfigError):
+    with user_code_errors(f"model {config.model}: cannot be run on tensors without values", ConfigError):
         flops = flops_per_image(model, shape)
     return {"flops": flops, "bytes": moved, "limit": limit}
 

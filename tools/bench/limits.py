@@ -48,7 +48,8 @@ def measure_limits(world: World, trials: int, beginnings: tuple[str, ...] = ("",
         seconds = [common.time_action(device, lambda: [action() for _ in range(repeats)]) for _ in range(trials)]
         results[name] = common.Trials(tuple(repeats * amount / value for value in seconds))
 
-    size, number, channels, side = 8192 if cuda else 1024, 256 if cuda else 32, 256, 8
+    size, number = (8192, 256) if cuda else (1024, 32)  # rows of a square matrix, images
+    channels, side = 256, 8
     for name, dtype in DTYPES.items():
         if name in ("tf32", "fp16") and not cuda:
             continue  # CPUs have no tf32, and only emulate fp16

@@ -59,7 +59,8 @@ def loader_trial(
     @cache
     def loader() -> Loader:
         built = build_loaders(config, open_dataset(config, world), world)
-        print("".join(f"{note}\n" for note in built.notes if world.is_main), end="")
+        for note in built.notes if world.is_main else []:
+            print(note)
         return built.train
 
     def trial() -> dict[str, float]:
@@ -88,12 +89,13 @@ def show(config: Config, world: World, results: Mapping[str, Mapping[str, Any]])
     """Print median and spread of the trials; the last column compares with the synthetic loader's training."""
     synthetic = results.get("synthetic", {}).get("training_images_per_sec")
     columns, rows = ["loader", "images/s"], []
+    if "training_images_per_sec" in next(iter(results.values())):  # in all or in none
+        columns += ["images/s training", "waiting, of a step", "slower than without input"]
     for name, values in results.items():
         row = [name, f"{values['images_per_sec']:,.0f}"]
         if training := values.get("training_images_per_sec"):
             slower = f"{1 - training.median / synthetic.median:.1%}" if synthetic else ""
             row += [f"{training:,.0f}", f"{values['waiting']:.1%}", slower]
-            columns[2:] = ["images/s training", "waiting, of a step", "slower than without input"]
         rows.append(row)
     setting = f"{config.dataset}, batch {config.batch_size}, {world.world_size} rank(s) on {device_name(world.device)}"
     print_table(f"{setting}: median (min-max)", columns, rows)

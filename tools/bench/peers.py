@@ -125,7 +125,7 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
 
         def training_step(self, batch: tuple[Tensor, Tensor], _number: int) -> Tensor:
             if self.steps == warmup:
-                common.synchronize(device)
+                torch.get_device_module(device).synchronize(device)
                 self.started = time.perf_counter()
             self.steps += 1
             return nn.functional.cross_entropy(forward(batch[0]), batch[1])
@@ -133,7 +133,7 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
         def on_train_batch_end(self, *_: object) -> None:
             """Stop the clock after the last update: `fit` moves model and optimizer to the CPU before it returns."""
             if self.steps == warmup + iters:
-                common.synchronize(device)
+                torch.get_device_module(device).synchronize(device)
                 self.ended = time.perf_counter()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:

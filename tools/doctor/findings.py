@@ -13,7 +13,6 @@ from utils.errors import ConfigError
 
 LEVELS = ("ok", "warn", "fail")
 NOT_RUN = ("not run", "not readable")  # begin the messages of checks that could not look; they are `ok`
-GIGABYTE = 1e9
 SLOW = 1.15  # a rate fails if the median, or the baseline, is more than this many times higher
 FINGERPRINT_REMEDY = "exclude the device, and run python -m tools.doctor again to see whether it recurs"
 Placed = tuple[str, float]  # where, and the value there
@@ -113,14 +112,16 @@ def compare_fingerprints(findings: Iterable[Finding]) -> list[Finding]:
 def compare_records(records: Sequence[Record], others: Sequence[Record], reference: str) -> list[Finding]:
     """Compare fingerprints, each figure of `records` with its median in `others`, and each node's number of devices
     with the most there. Raise `ConfigError` if device or software differ."""
+    expected = {"device": others[0].device, **others[0].software}
     for record in (*records, *others):
         for name, found in {"device": record.device, **record.software}.items():
-            if found != (other := {"device": others[0].device, **others[0].software}.get(name)):
+            if found != (other := expected.get(name)):
                 nodes = " and ".join(next((one.node for one in each.findings), "?") for each in (record, others[0]))
                 raise ConfigError(f"the records of {nodes} cannot be compared: {name} {found} and {other}")
     mine, theirs = ([one for record in some for one in record.findings] for some in (records, others))
-    findings, known = compare_fingerprints(mine if records is others else [*mine, *theirs]), read_figures(theirs)
+    findings = compare_fingerprints(mine if records is others else [*mine, *theirs])
     findings = [one for one in findings if one.where in {each.where for each in mine}]  # the reference is not judged
+    known = read_figures(theirs)
     for name, values in read_figures(mine).items():
         findings += compare_values(name, values, known[name], reference) if name in known else []
     most = max((number for record in others for number in _count_devices(record).values()), default=0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tools.doctor.findings import GIGABYTE, Finding, judge, read_text
+from tools.doctor.findings import Finding, judge, read_text
 from utils.config import Config
 from utils.distributed.launch import first_host
 from utils.errors import ExpectedError
@@ -64,9 +64,9 @@ def check_memory(root: Path, local_ranks: int) -> Finding:
     """Check the available memory, of the host or of this process's container or job, for this many ranks."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", read_text(root / "proc/meminfo") or "", re.MULTILINE)
     available = min(int(found[1]) * 1024 if found else 0, memory_limit(root))
-    message = f"{available / GIGABYTE:.1f} GB available for {local_ranks} rank(s)"
+    message = f"{available / 1e9:.1f} GB available for {local_ranks} rank(s)"
     remedy = "2 GB per rank needed: fewer ranks, fewer num_data_workers, or more memory from the scheduler (--mem)"
-    return judge("memory", message, remedy, warn=available < 2 * GIGABYTE * local_ranks)
+    return judge("memory", message, remedy, warn=available < 2e9 * local_ranks)
 
 
 def check_disk(folder: Path, needed: int = 2**30) -> Finding:
@@ -84,7 +84,7 @@ def check_disk(folder: Path, needed: int = 2**30) -> Finding:
             rate = len(content) / (time.perf_counter() - started)
     except OSError as error:
         return Finding("disk", "fail", f"{there}: cannot be written: {error.strerror}", remedy)
-    message = f"{there}: {free / GIGABYTE:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
+    message = f"{there}: {free / 1e9:,.0f} GB free, writes {rate / 1e6:,.0f} MB/s"
     return judge("disk", message, remedy, warn=rate < 50e6, fail=free < needed)
 
 

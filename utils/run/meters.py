@@ -18,7 +18,7 @@ from utils.program import command
 from utils.run.clock import Clock, Window
 from utils.run.run import Run
 from utils.training.batches import training_size
-from utils.training.metrics.flops import NO_VALUES, flops_per_image, published_peak, read_peak
+from utils.training.metrics.flops import flops_per_image, published_peak, read_peak
 
 SLOW_FACTOR = 1.15  # a rank is slow above this many times the median of the other ranks
 FEWEST_STEPS = 10  # of an epoch from which a rank is called slow
@@ -69,11 +69,11 @@ class StepWatch:
     def _end_span(self) -> None:
         """Take the time of the last gradient, of the last micro-batch. A captured step replays without Python."""
         if self._spans and not (self.cuda and torch.cuda.is_current_stream_capturing()):
-            self._spans[-1][1:] = [self._now()]
+            self._spans[-1] = [self._spans[-1][0], self._now()]
 
     def remarks(self) -> list[str]:
         """Collective, when the device has finished an epoch's steps: return remarks for the log, each only once."""
-        spans = [span for span in self._spans if span[1:]]
+        spans = [span for span in self._spans if len(span) == 2]
         seconds = [start.elapsed_time(end) / 1e3 if self.cuda else end - start for start, end in spans]
         own = median(seconds) if len(seconds) >= FEWEST_STEPS else 0.0
         everyone = self.world.all_gather((socket.gethostname(), own, self.clock.epoch.data_wait))
@@ -81,15 +81,13 @@ class StepWatch:
         found, most = dict[str, str](), max(waits)
         if most > MAX_INPUT_WAIT:
             of_rank = f" of rank {waits.index(most)}" if len(waits) > 1 else ""
-            found["input"] = (
-                f"Waiting for input takes {most:.0%} of the time{of_rank}; try more num_data_workers, or find the "
-                f"fastest data_loader here with: {command('bench')} loaders"
-            )
+            remedy = f"find the fastest data_loader here with: {command('bench')} loaders"
+            waiting = f"Waiting for input takes {most:.0%} of the time{of_rank}"
+            found["input"] = f"{waiting}; try more num_data_workers, or {remedy}"
         for rank, factor in slow_ranks(steps).items():
-            found[f"rank {rank}"] = (
-                f"Rank {rank} on {hosts[rank]} is slow: it needs {factor:.2f} times the median of the others before "
-                f"each all-reduce; check its node with: {command('doctor')} --nodes"
-            )
+            slow = f"is slow: it needs {factor:.2f} times the median of the others before each all-reduce"
+            remedy = f"check its node with: {command('doctor')} --nodes"
+            found[f"rank {rank}"] = f"Rank {rank} on {hosts[rank]} {slow}; {remedy}"
         new = [remark for name, remark in found.items() if name not in self._reported]
         self._reported |= found.keys()
         return new
@@ -112,13 +110,13 @@ class Meters:
 
     def __init__(self, run: Run) -> None:
         self.config, self.world, say = run.config, run.world, run.log.say
-        channels, *sides = run.data["shape"]
+        whole = run.data["shape"]
         self.flops = dict[int | None, float]()  # of an image, by its size in training
         try:  # before the first step, since it runs the network
             for size in {training_size(self.config, epoch) for epoch in range(self.config.max_epochs)}:
-                self.flops[size] = flops_per_image(run.learner.model, (channels, *((size, size) if size else sides)))
+                self.flops[size] = flops_per_image(run.learner.model, (whole[0], size, size) if size else whole)
         except Exception:  # a user's network may read values, which meta tensors lack, and raise anything
-            say(f"no model FLOP/s, no MFU: the network {NO_VALUES}")
+            say("no model FLOP/s, no MFU: the network cannot be run on tensors without values")
         format_, device = run.learner.plan.precision.number_format, device_name(self.world.device)
         limits = self.config.limits_report
         self.peak = published_peak(device, format_) if limits is None else read_peak(Path(limits), device, format_)

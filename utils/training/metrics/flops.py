@@ -31,8 +31,6 @@ PEAKS: Mapping[str, Mapping[str, float]] = {
     "T4": {"fp16": 65, "float32": 8.1},
 }
 
-NO_VALUES = "cannot be run on tensors without values"  # a network, in messages
-
 
 def flops_per_image(model: nn.Module, image_shape: tuple[int, ...]) -> float:
     """Count the floating-point operations of forward and backward pass for one image [C, H, W]; a multiply-add is two.
