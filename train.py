@@ -74,7 +74,8 @@ class Trainer:
         self, config: Config, world: World, folder: Path = Path("expts/default"), config_name: str = "default",
         resume: str = "auto", clock: Clock | None = None, fetch: bool = True,
     ) -> None:  # fmt: skip
-        self.config, self.world, self.resume, clock = config, world, resume, clock or Clock()
+        self.config, self.world, self.resume = config, world, resume
+        clock = clock or Clock()
         plan = make_plan(config, world)
         check_ranks_agree(config, plan, world)
 
@@ -101,9 +102,8 @@ class Trainer:
 
     def describe(self) -> str:
         """Describe what this run would do and the memory it would take, for --dry-run."""
-        text = describe_run(
-            self.learner, self.run.data["shape"], network=self.config.model, dataset=self.config.dataset
-        )
+        config, shape = self.config, self.run.data["shape"]
+        text = describe_run(self.learner, shape, network=config.model, dataset=config.dataset)
         pretrained = self.world.main_only(self.run.read_pretrained)
         return f"{text}\npretrained       {pretrained[1]}" if pretrained else text
 
@@ -256,10 +256,10 @@ class Trainer:
 
     def _stop_or_save(self) -> None:
         """Collective: between two batches, stop if a signal asked for it, or save for checkpoint_every_steps."""
-        every, steps = self.config.save_checkpoint and self.config.checkpoint_every_steps, self.learner.steps
+        every, steps = self.config.checkpoint_every_steps, self.learner.steps
         if self.requests.poll():
             self._save_and_stop()
-        elif every and steps % every == 0 and steps > self.run.saved_step:
+        elif self.config.save_checkpoint and every and steps % every == 0 and steps > self.run.saved_step:
             self.run.check_finite(self.learner.sums.average(self.world))
             self.run.save(is_best=False)
 

@@ -21,8 +21,7 @@ def build_model(config: ModelConfig, image_side: int | None = None) -> "nn.Modul
         return build_timm(config, image_side)
     if is_user_code(config.model):
         return build_own(config)
-    if config.model in TORCHVISION_RESNETS:
-        return build_large_resnet(config)
-    builders: dict[str, Any] = {"resnet9": ResNet9, "airbench": Airbench, "airbench96": Airbench}
+    builders: dict[str, Any] = dict.fromkeys(TORCHVISION_RESNETS, build_large_resnet)
+    builders |= {"resnet9": ResNet9, "airbench": Airbench, "airbench96": Airbench}
     builders |= {"vgg16": build_vgg, "vgg16_bn": build_vgg, "alexnet": build_imagenet}
     return builders.get(config.model, SmallResNet)(config)

@@ -134,15 +134,13 @@ def lock_folder(folder: Path, patience: float = 0.0) -> IO[str]:
         if patience > 0:
             time.sleep(POLL_SECONDS)
             return lock_folder(folder, patience - POLL_SECONDS)
-        raise ConfigError(
-            f"{folder}: another run is writing here: {process}{f', of the job {job}' if job else ''}; wait for it "
-            "or choose another --run-dir"
-        ) from None
+        owner = f"{process}, of the job {job}" if job else process
+        remedy = "wait for it or choose another --run-dir"
+        raise ConfigError(f"{folder}: another run is writing here: {owner}; {remedy}") from None
     except OSError as error:
-        raise ConfigError(
-            f"{folder}: its file system cannot lock a file ({error.strerror}), so two runs could share the folder; "
-            "choose another --run-dir, or have the file system mounted with locks (Lustre: -o flock)"
-        ) from None
+        problem = f"its file system cannot lock a file ({error.strerror}), so two runs could share the folder"
+        remedy = "choose another --run-dir, or have the file system mounted with locks (Lustre: -o flock)"
+        raise ConfigError(f"{folder}: {problem}; {remedy}") from None
     if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
         lock.close()  # another run has moved the folder aside meanwhile
         return lock_folder(folder, patience)

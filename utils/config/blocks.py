@@ -137,7 +137,9 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, bool | ScalarBoolean):
         return bool(value)
-    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), value)
+    if isinstance(value, int):
+        return int(value)
+    return float(value) if isinstance(value, float) else value
 
 
 def _parse_override(text: str) -> tuple[str, Entry]:

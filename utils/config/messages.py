@@ -25,8 +25,10 @@ def explain(error: ValidationError, block: str, entries: Mapping[str, Entry]) ->
     if not problem["loc"]:  # a combination of keys: show where one of them was set, on the command line if there
         message = problem["msg"].removeprefix("Value error, ")
         named = [entry.origin for key, entry in entries.items() if re.search(rf"\b{re.escape(key)}\b", message)]
-        return f"{max(named[::-1], key=lambda origin: origin.startswith('--set'), default=block)}: {message}"
-    value, origin = entries[key := str(problem["loc"][0])]
+        on_command_line = [origin for origin in named if origin.startswith("--set")]
+        return f"{(on_command_line or named or [block])[-1]}: {message}"
+    key = str(problem["loc"][0])
+    value, origin = entries[key]
     return wrong_value(key, f"is {shown(value)}", origin)
 
 

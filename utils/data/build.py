@@ -102,10 +102,10 @@ def build_loaders(config: DataConfig, dataset: Dataset, world: World) -> Loaders
         given = f"dataset {config.dataset} with data_loader {config.data_loader}"
         raise ConfigError(f"rnd_resized_crop needs image files, and data_loader torchvision or dali, not {given}")
     config, notes = cap_workers(config, world)
-    whole, rest = config.model_copy(update={"limit_valid_batches": None}), ((dataset.mean, dataset.std), world)
-    train = build_loader(config, *rest, dataset.train, training=True)
-    valid = build_loader(config, *rest, dataset.valid, training=False)
-    test = build_loader(whole, *rest, dataset.test, training=False) if dataset.test else None
+    whole, statistics = config.model_copy(update={"limit_valid_batches": None}), (dataset.mean, dataset.std)
+    train = build_loader(config, statistics, world, dataset.train, training=True)
+    valid = build_loader(config, statistics, world, dataset.valid, training=False)
+    test = build_loader(whole, statistics, world, dataset.test, training=False) if dataset.test else None
     return Loaders(train, valid, test, [*dataset.notes, *notes])
 
 
@@ -129,7 +129,7 @@ def _build_sampler(config: DataConfig, labels: IntArray, world: World, training:
     if config.batch_size > len(labels):
         raise ConfigError(f"batch_size {config.batch_size} exceeds the {len(labels)} training images; use fewer")
     size = config.batch_size // world.world_size  # make_plan refuses a remainder
-    limits = config.limit_train_batches, config.profiling_iters_per_epoch if config.enable_profiling else None
+    limits = config.limit_train_batches, (config.profiling_iters_per_epoch if config.enable_profiling else None)
     return Sampler(
         len(labels), size, world.rank, world.world_size, training=True, seed=config.seed,
         augmentation=config if config.augments_images else None, limit=min(filter(None, limits), default=None),

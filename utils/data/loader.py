@@ -223,7 +223,8 @@ def decode_all(split: Split, *, replace: bool) -> ImageArrays:
     parts = np.array_split(np.arange(len(split.labels)), max(1, len(split.labels) // 256))
     with ThreadPoolExecutor(usable_cores()) as pool:  # decoding releases the GIL
         batches = list(pool.map(lambda part: split.read(part, None, replace=replace), parts))
-    samples, indices = (np.concatenate(parts) for parts in zip(*(batch[:2] for batch in batches), strict=True))
+    samples = np.concatenate([batch.samples for batch in batches])
+    indices = np.concatenate([batch.indices for batch in batches])
     unreadable = {path: reason for batch in batches for path, reason in batch.unreadable.items()}
     ReadSamples(samples, indices, unreadable).check_any()
     return ImageArrays(samples, split.labels[indices], unreadable)

@@ -109,9 +109,11 @@ class Sampler:
         size = self.batch_size
         if self.training:
             order = epoch_order(self.seed, epoch, self.num_samples)
+            first, step = self.rank * size, self.world_size * size
         else:
-            order = (np.arange(self.num_samples) if self.chosen is None else self.chosen)[self.rank :: self.world_size]
-        first, step = (self.rank * size, self.world_size * size) if self.training else (0, size)
+            images = np.arange(self.num_samples) if self.chosen is None else self.chosen
+            order = images[self.rank :: self.world_size]
+            first, step = 0, size
         starts = [first + batch * step for batch in range(first_batch, len(self))]
         return [order[start : start + size] for start in starts]
 

@@ -117,14 +117,14 @@ def open_store(launch: Launch, timeout: float) -> dist.Store:
     one_node = launch.hosts_store and launch.local_world_size == launch.world_size
     if launch.hosts_store and launch.rank == 0:
         both = not one_node and socket.has_dualstack_ipv6()
-        family, where = socket.AF_INET6 if both else socket.AF_INET, (LOOPBACK if one_node else "", port)
+        family = socket.AF_INET6 if both else socket.AF_INET
+        where = (LOOPBACK if one_node else "", port)
         try:
             listener = socket.create_server(where, family=family, dualstack_ipv6=both).detach()
         except OSError as error:
-            raise ConfigError(
-                f"port {port} on {host} cannot be opened ({os.strerror(error.errno or 0)}), perhaps another job uses "
-                "it; set MASTER_PORT to a free one in every process, or start with torchrun --standalone"
-            ) from None
+            problem = f"cannot be opened ({os.strerror(error.errno or 0)}), perhaps another job uses it"
+            remedy = "set MASTER_PORT to a free one in every process, or start with torchrun --standalone"
+            raise ConfigError(f"port {port} on {host} {problem}; {remedy}") from None
         seconds = timedelta(seconds=STORE_SECONDS)
         store = dist.TCPStore("localhost", port, None, True, seconds, False, master_listen_fd=listener)
     else:
@@ -181,10 +181,8 @@ def deadline(seconds: float, action: Callable[[], object]) -> Iterator[None]:
 def check_devices(kinds: Sequence[str]) -> None:
     """Refuse ranks on CPUs among ranks on GPUs: they would hang. NCCL reports two ranks on one GPU."""
     if "cuda" in kinds and (without := [rank for rank, kind in enumerate(kinds) if kind == "cpu"]):
-        raise ConfigError(
-            f"{name_ranks(without)} of {len(kinds)} find no usable GPU, the others do; check driver and "
-            f"CUDA_VISIBLE_DEVICES on their nodes with {command('doctor')}, or use device: cpu"
-        )
+        remedy = f"check driver and CUDA_VISIBLE_DEVICES on their nodes with {command('doctor')}, or use device: cpu"
+        raise ConfigError(f"{name_ranks(without)} of {len(kinds)} find no usable GPU, the others do; {remedy}")
 
 
 # ---- run and end
@@ -237,10 +235,9 @@ class Peers:
             raise ConfigError(f"process {process} on {host} is already rank {launch.rank}; start each rank once")
         if not wait_for(lambda: store.check(keys), self._timeout):
             absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise ExpectedError(
-                f"{name_ranks(absent)} of {launch.world_size} did not arrive at {launch.address}:{launch.port} "
-                f"within {self._timeout:g} s (rank_timeout_seconds); check these processes and their nodes"
-            )
+            who, where = f"{name_ranks(absent)} of {launch.world_size}", f"{launch.address}:{launch.port}"
+            problem = f"did not arrive at {where} within {self._timeout:g} s (rank_timeout_seconds)"
+            raise ExpectedError(f"{who} {problem}; check these processes and their nodes")
         places = [tuple(json.loads(store.get(key))) for key in keys]
         if () in places:
             raise ExpectedError("another rank has failed")  # and has printed its message
@@ -292,8 +289,9 @@ class Peers:
 
     def _unreachable(self) -> Failure:
         """Return the failure of a rank that has lost the store; one of a node prints it, as they cannot agree."""
-        rank, name = self.launch.rank, self._name([0]) if self._places else "rank 0"  # perhaps lost before they met
-        place = f"{f'{name}, or ' if rank else ''}the store at {self.launch.address}:{self.launch.port}"
+        rank, store = self.launch.rank, f"the store at {self.launch.address}:{self.launch.port}"
+        name = self._name([0]) if self._places else "rank 0"  # perhaps lost before they met
+        place = f"{name}, or {store}" if rank else store
         silent = self.launch.local_rank != 0 and rank != 1
         return Failure(1, "" if silent else f"error: rank {rank}: lost contact with {place}: {GONE}")
 

@@ -67,7 +67,8 @@ class World:
             try:
                 result = action()
             except ExpectedError as raised:
-                error, raised.rank = raised, self.rank
+                error = raised
+                error.rank = self.rank
         if (error := self.broadcast(error)) is not None:
             raise error
         return result
@@ -120,14 +121,11 @@ def divide_batch(batch_size: int, world_size: int, micro_batch_size: int | None)
     """Split the global batch exactly; raise `ConfigError` if there is a remainder."""
     rank_batch_size, remainder = divmod(batch_size, world_size)
     if remainder or not rank_batch_size:
-        raise ConfigError(
-            f"batch_size {batch_size} cannot be split evenly over {world_size} ranks; "
-            f"use a multiple of {world_size}, for example {max(1, round(batch_size / world_size)) * world_size}"
-        )
+        nearest = max(1, round(batch_size / world_size)) * world_size
+        remedy = f"use a multiple of {world_size}, for example {nearest}"
+        raise ConfigError(f"batch_size {batch_size} cannot be split evenly over {world_size} ranks; {remedy}")
     micro = rank_batch_size if micro_batch_size is None else min(micro_batch_size, rank_batch_size)
     if rank_batch_size % micro:
-        raise ConfigError(
-            f"micro_batch_size {micro} does not divide the {rank_batch_size} images of each of {world_size} ranks "
-            f"(batch_size {batch_size}); use a divisor of {rank_batch_size}"
-        )
+        images = f"the {rank_batch_size} images of each of {world_size} ranks (batch_size {batch_size})"
+        raise ConfigError(f"micro_batch_size {micro} does not divide {images}; use a divisor of {rank_batch_size}")
     return GlobalBatch(batch_size, world_size, rank_batch_size // micro, micro)

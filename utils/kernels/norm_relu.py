@@ -122,10 +122,10 @@ def _fits(norm: nn.BatchNorm2d, x: Tensor, shortcut: Tensor | None) -> bool:
 
 
 def _sequential(self: Any, x: Tensor) -> Tensor:
-    layers = list(self)
-    while layers:
-        layer = layers.pop(0)
-        x = normalise(layer, layers.pop(0), x) if layers and type(layer) is nn.BatchNorm2d else layer(x)
+    layers = iter(self)
+    for layer in layers:
+        activation = next(layers, None) if type(layer) is nn.BatchNorm2d else None
+        x = layer(x) if activation is None else normalise(layer, activation, x)
     return x
 
 

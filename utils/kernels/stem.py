@@ -30,6 +30,5 @@ def pad_stem(model: nn.Module, channels: int) -> None:
             padded: Any = module
             padded.__class__, padded.added = ChannelPaddedConv2d, channels - COLOURS
             return
-    raise ConfigError(
-        f"stem_channels {channels}: the network has no plain convolution of {COLOURS} channels; use {COLOURS}"
-    )
+    problem = f"the network has no plain convolution of {COLOURS} channels"
+    raise ConfigError(f"stem_channels {channels}: {problem}; use {COLOURS}")

@@ -45,6 +45,7 @@ CONTENT: Mapping[str, type | tuple[type, ...]] = {
 }
 NO_BEST = {"acc1": -1.0, "epoch": 0, "images": 0}  # before the first validation
 ELEMENTWISE = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # state of optimizers with the parameter's shape
+NOT_SAVED = "nothing was saved since the last checkpoint"
 REMEDIES = "a lower lr, a warm-up (lr_warmup_epochs), clip_grad_norm or amp_dtype=bf16 are the usual remedies"
 NEW_RUN = "start a new run with --resume never or another --run-dir"
 DIGEST_BYTES = len("sha256:") + 64
@@ -85,9 +86,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     known = isinstance(state, dict) and all(isinstance(state.get(key, ...), kind) for key, kind in CONTENT.items())
     if known and state["format"] == FORMAT:
         return state
-    raise CheckpointError(
-        f"{path}: is not a checkpoint of this version (format {FORMAT}); use the one that wrote it, or --resume never"
-    )
+    remedy = "use the one that wrote it, or --resume never"
+    raise CheckpointError(f"{path}: is not a checkpoint of this version (format {FORMAT}); {remedy}")
 
 
 def decode(name: str, content: bytes) -> Any:
@@ -111,10 +111,8 @@ def save_checkpoint(folder: Path, state: dict[str, Any], keep: int, *, is_best: 
     weights: dict[str, Tensor] = state["model"]
     bad = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
     if bad:
-        raise ExpectedError(
-            f"after step {state['step']}, {len(bad)} of the network's {len(weights)} tensors hold numbers that are "
-            f"not finite, first {bad[0]}; nothing was saved since the last checkpoint\n{REMEDIES}"
-        )
+        found = f"{len(bad)} of the network's {len(weights)} tensors hold numbers that are not finite, first {bad[0]}"
+        raise ExpectedError(f"after step {state['step']}, {found}; {NOT_SAVED}\n{REMEDIES}")
     content = encode(state)
     if is_best:
         write_atomically(folder / "best.pt", content)
@@ -158,14 +156,12 @@ def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, 
     if training and must_equal:
         folder = path.parent.parent
         resume = f"--resume {shlex.quote(str(folder))} to continue from its last checkpoint with the new values; or "
-        raise ConfigError(
-            f"{folder}: holds a run with other settings: {shorten(training)}\nadd to the command: --run-dir DIR for a "
-            f"separate run; or {'' if fixed else resume}--resume never to move it aside and start again"
-        )
+        found = f"{folder}: holds a run with other settings: {shorten(training)}"
+        options = f"--run-dir DIR for a separate run; or {'' if fixed else resume}--resume never"
+        raise ConfigError(f"{found}\nadd to the command: {options} to move it aside and start again")
     if fixed:
-        raise CheckpointError(
-            f"{path}: does not fit this configuration: {shorten(fixed)}\nresume with the saved values, or {NEW_RUN}"
-        )
+        remedy = f"resume with the saved values, or {NEW_RUN}"
+        raise CheckpointError(f"{path}: does not fit this configuration: {shorten(fixed)}\n{remedy}")
     return [*changes.values()]
 
 
@@ -186,10 +182,9 @@ def check_tensors_fit(
             own = {name: value for name, value in saved["state"].get(number, {}).items() if name in ELEMENTWISE}
             problems += tensor_problems(own, dict.fromkeys(own, parameter), f"optimizer.{number}.")
     if problems:
-        raise CheckpointError(
-            f"{path}: its tensors do not fit this network: {shorten(problems)}\n"
-            "the network's code has changed, or the file; use the earlier code, another checkpoint, or --resume never"
-        )
+        remedy = "use the earlier code, another checkpoint, or --resume never"
+        why = f"the network's code has changed, or the file; {remedy}"
+        raise CheckpointError(f"{path}: its tensors do not fit this network: {shorten(problems)}\n{why}")
 
 
 def tensor_problems(saved: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -114,7 +114,8 @@ class Clock:
         """Forecast the seconds from `position` to `end`, both in epochs, by the pace since the first call; None if it
         is not known yet. Call it at log points: the first one is after compilation and the start of workers."""
         now = self.seconds(*ACTIVITIES)
-        began, first = self._pace = self._pace or (now, position)
+        self._pace = self._pace or (now, position)
+        began, first = self._pace
         return (end - position) * (now - began) / (position - first) if position > first else None
 
 

@@ -57,7 +57,8 @@ def open_folder(run: Run, resume: str) -> tuple[IO[str], State | None, dict[str,
     job = job_name(os.environ)
     restarted = bool(job) and was_restarted(os.environ)
     with name_file_in_error(folder), ExitStack() as undo:
-        lock = undo.enter_context(lock_folder(folder, PATIENCE * run.config.rank_timeout_seconds * restarted))
+        patience = PATIENCE * run.config.rank_timeout_seconds if restarted else 0.0
+        lock = undo.enter_context(lock_folder(folder, patience))
         lock.seek(0)
         earlier_job = lock.read().partition("\n")[0]
         again = restarted and earlier_job == job
@@ -89,10 +90,10 @@ def _find_source(run: Run, resume: str, *, must_equal: bool) -> Source | None:
     with the same training settings only."""
     if resume == "never":
         return None
-    named, say = run.folder / "checkpoints" if resume == "auto" else Path(resume), run.log.say
+    named = run.folder / "checkpoints" if resume == "auto" else Path(resume)
     path, state, complaints = checkpoint.newest_good(named)
     if path is None and complaints:
-        best_too = "resume from its best.pt with --resume, or " * any(named.rglob("best.pt"))
+        best_too = "resume from its best.pt with --resume, or " if any(named.rglob("best.pt")) else ""
         remedy = f"{best_too}start a new run with --resume never"
         raise CheckpointError(f"{complaints[0]}\nno step's checkpoint in {named} is intact; {remedy}")
     if path is None or state is None:
@@ -105,10 +106,12 @@ def _find_source(run: Run, resume: str, *, must_equal: bool) -> Source | None:
     except CheckpointError as error:
         complaints.append(str(error))
     for complaint in complaints:
-        say(f"Skipped: {complaint}")
-    say(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
+        run.log.say(f"Skipped: {complaint}")
+    run.log.say(f"Resuming from {path}: epoch {state['epoch'] + 1}, batch {state['batch']}, step {state['step']}")
     _check_fit(run, path, state, must_equal=must_equal)
-    return (path, state, best) if _is_best(best, state, run) else (path, state | {"best": checkpoint.NO_BEST}, None)
+    if _is_best(best, state, run):
+        return path, state, best
+    return path, state | {"best": checkpoint.NO_BEST}, None
 
 
 def _check_fit(run: Run, path: Path, state: State, *, must_equal: bool) -> None:
@@ -138,10 +141,9 @@ def _is_best(best: State | None, state: State, run: Run) -> bool:
     differing = checkpoint.changed(found.get("measures", {}), run.measures)
     if not differing or state["epoch"] >= run.config.max_epochs:
         return True
-    run.log.say(
-        f"Validation has changed ({checkpoint.shorten([*differing.values()])}): {found['acc1']:.2%} of epoch "
-        f"{found['epoch']} cannot be compared, so only later epochs count as best"
-    )
+    changed, earlier = checkpoint.shorten([*differing.values()]), f"{found['acc1']:.2%} of epoch {found['epoch']}"
+    effect = f"{earlier} cannot be compared, so only later epochs count as best"
+    run.log.say(f"Validation has changed ({changed}): {effect}")
     return False
 
 

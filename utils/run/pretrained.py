@@ -59,7 +59,8 @@ def _decode(path: Path, content: bytes) -> tuple[dict[str, Tensor], list[str]]:
     state, names = checkpoint.decode(f"pretrained {path}", content), list[str]()
     if isinstance(state, dict) and state.keys() >= checkpoint.CONTENT.keys():
         state = checkpoint.read_checkpoint(path)  # compares its digest
-        names, state = state["data"]["class_names"], state["average"]["module"] if state["average"] else state["model"]
+        names = state["data"]["class_names"]
+        state = state["average"]["module"] if state["average"] else state["model"]
     if not isinstance(state, dict) or not state or not all(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"pretrained {path}: does not hold a table of named tensors only")
     return state, names

@@ -64,8 +64,7 @@ class Run:
             return self.best
         if valid["acc1"] <= self.best["acc1"]:
             return self.best
-        accuracy, images = valid["acc1"], valid["images"]
-        return {"acc1": accuracy, "images": images, "epoch": self.epoch + 1, "measures": self.measures}
+        return {"acc1": valid["acc1"], "images": valid["images"], "epoch": self.epoch + 1, "measures": self.measures}
 
     def time_left(self) -> float | None:
         position = self.epoch + self.batch / self.data["steps_per_epoch"]
@@ -151,11 +150,9 @@ class Run:
         learner = self.learner
         accumulation = learner.plan.global_batch.accumulation
         first_bad = min(self.world.all_gather(learner.sums.finite_micro_batches())) // accumulation
-        raise ExpectedError(
-            f"the loss stopped being a finite number in epoch {self.epoch + 1}, iteration {first_bad}, "
-            f"learning rate {learner.learning_rate:.4g}; nothing was saved since the last checkpoint\n"
-            f"{checkpoint.REMEDIES}"
-        )
+        where = f"epoch {self.epoch + 1}, iteration {first_bad}, learning rate {learner.learning_rate:.4g}"
+        problem = f"the loss stopped being a finite number in {where}"
+        raise ExpectedError(f"{problem}; {checkpoint.NOT_SAVED}\n{checkpoint.REMEDIES}")
 
 
 def merge_buffers(classifier: Classifier, ranks: list[dict[str, Any]]) -> None:

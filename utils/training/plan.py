@@ -108,7 +108,8 @@ def choose_precision(config: SpeedConfig, device: torch.device) -> Precision:
     fp16 = config.amp_dtype == "fp16" or (config.amp_dtype == "auto" and device.type == "cuda")
     remark = ""
     if is_auto and not fp16 and not (has_bf16_kernels() if device.type == "cpu" else gpu_has_bf16()):
-        this, level = "processor" if device.type == "cpu" else "GPU", "O0"
+        level = "O0"
+        this = "processor" if device.type == "cpu" else "GPU"
         remark = f": enable_amp has no effect, this {this} has no bf16 kernels; amp_dtype=bf16 with true forces it"
     scale = config.loss_scale or ("dynamic" if fp16 and level in ("O1", "O2") else None)
     if level == "O3" and fp16 and config.optimizer_kind in ADAPTIVE:

@@ -66,8 +66,9 @@ class Verifier:
 
     def remarks(self) -> list[str]:
         """Remarks for the log: the checks since the last call, and their cost."""
-        checked, seconds, self.checked, self.seconds = self.checked, self.seconds, 0, 0.0
-        return [f"Verified {checked} step(s), none wrong, in {seconds:.2f} s"] if checked else []
+        remarks = [f"Verified {self.checked} step(s), none wrong, in {self.seconds:.2f} s"] if self.checked else []
+        self.checked, self.seconds = 0, 0.0
+        return remarks
 
     def _check(self, images: Tensor, labels: Tensor) -> None:
         snapshot = Snapshot(self.learner, (images, labels))

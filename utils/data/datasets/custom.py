@@ -40,8 +40,7 @@ def _build_dataset(what: str, config: DatasetConfig, returned: Mapping[str, Any]
     if missing := sorted({*valid.labels.tolist()} - {*train.labels.tolist()}):
         found = f"class {class_names[missing[0]]!r} has validation images only"
         raise DataError(f"{what}: {found}; expected training images")
-    has: list[str] = [name for name in STATISTICS if name in returned]
-    given: dict[str, Any] = {name: _read_per_channel(f"{what}, {name}", returned[name]) for name in has}
+    given: dict[str, Any] = {name: _read_statistic(what, name, returned) for name in STATISTICS if name in returned}
     if isinstance(train, ImageFiles) and isinstance(valid, ImageFiles):
         return replace(build_from_files(config.dataset, class_names, train, valid, config.image_size), **given)
     if isinstance(train, ImageFiles) or isinstance(valid, ImageFiles) or train.image_shape != valid.image_shape:
@@ -77,10 +76,10 @@ def _read_split(what: str, pair: Any, num_classes: int, data_path: Path) -> Spli
     return ImageArrays(images if min(images.strides) >= 0 else images.copy(), labels)  # torch takes no [:, ::-1]
 
 
-def _read_per_channel(what: str, values: Any) -> tuple[float, ...]:
-    """Return the three numbers of the mean or standard deviation, as the end of `what` says."""
-    array = np.asarray(values)
-    in_range = (array >= 0 if what.endswith("mean") else array > 0) & (array <= 1)
+def _read_statistic(what: str, name: str, returned: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the three numbers of the "mean" or "std" among the values that the function returned."""
+    array = np.asarray(returned[name])
+    in_range = (array >= 0 if name == "mean" else array > 0) & (array <= 1)
     if array.shape == (3,) and array.dtype.kind in "fiu" and in_range.all():
         return tuple(array.astype(float).tolist())
-    raise DataError(f"{what}: is {values!r:.60}; expected three numbers from 0 to 1, above 0 for std")
+    raise DataError(f"{what}, {name}: is {returned[name]!r:.60}; expected three numbers from 0 to 1, above 0 for std")

@@ -107,7 +107,7 @@ def match_classes(where: str, found: Sequence[str], known: Sequence[str], remedy
 def unicode_remark(names: Sequence[str], others: Sequence[str]) -> str:
     """Return a remark if one of these names differs from one of the others in its Unicode form only, else ""."""
     new, old = ({normalize("NFC", name) for name in some} for some in ({*names} - {*others}, {*others} - {*names}))
-    return "; some differ in their Unicode form only" * bool(new & old)
+    return "; some differ in their Unicode form only" if new & old else ""
 
 
 def load_dataset(name: str, data_path: Path, *, download: bool) -> Dataset:

@@ -13,8 +13,7 @@ from textwrap import shorten
 import numpy as np
 
 from utils.data.datasets.dataset import Dataset, channel_statistics, match_classes, unicode_remark
-from utils.data.datasets.image_files import ImageFiles, spaced
-from utils.data.datasets.image_files import printable_name as printable
+from utils.data.datasets.image_files import ImageFiles, printable_name, spaced
 from utils.errors import DataError
 from utils.files import name_file_in_error
 from utils.program import command
@@ -52,7 +51,7 @@ def build_from_files(
     if name != "imagenet":
         statistics = channel_statistics(train.read(sample, None, replace=False).check_any().samples)
     # printing or plotting a name that is not UTF-8 would fail
-    return Dataset(name, train, valid, tuple(map(printable, class_names)), *statistics, notes=tuple(notes))
+    return Dataset(name, train, valid, tuple(map(printable_name, class_names)), *statistics, notes=tuple(notes))
 
 
 def centre_fraction(name: str) -> float:
@@ -69,13 +68,13 @@ def find_images(paths: Sequence[Path], class_names: Sequence[str], size: int, ce
             found.append((str(path), -1))
             continue
         folders, names = _entries(path, remedy="")
-        if unknown := [name for name in map(printable, folders) if name not in labels]:
+        if unknown := [name for name in map(printable_name, folders) if name not in labels]:
             named = f"{shorten(', '.join(unknown), 80)}{unicode_remark(unknown, class_names)}"
             classes = shorten(", ".join(labels), 160)
             raise DataError(f"{path}: folders that are no classes of this run: {named}\nits classes are: {classes}")
         images = [(os.path.join(path, name), -1) for name in names]
         for name in folders:
-            images += [(image, labels[printable(name)]) for image in _list_images(os.path.join(path, name))]
+            images += [(image, labels[printable_name(name)]) for image in _list_images(os.path.join(path, name))]
         if not images or (names and folders):
             kinds = f"no images ({', '.join(EXTENSIONS)}), or both images and folders"
             raise DataError(f"{path}: holds {kinds}; expected one kind")

@@ -75,7 +75,8 @@ def _parameter_groups(config: SpeedConfig, parameters: list[nn.Parameter], known
         # convolutions, but no depthwise one [C, 1, h, w] and no scale [1, C, 1, 1]
         mixes_channels = id(parameter) in known and parameter.ndim == 4 and min(parameter.shape[:2]) > 1
         (filters if muon and mixes_channels else others).append(parameter)
-    return [{"params": filters}] * muon + [{"params": others} | adamw, vectors]
+    groups: list[dict[str, Any]] = [{"params": others} | adamw, vectors]
+    return [{"params": filters}, *groups] if muon else groups
 
 
 def _lay_out_buffers(optimizer: torch.optim.Optimizer) -> None:

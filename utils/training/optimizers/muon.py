@@ -49,15 +49,15 @@ class Muon(torch.optim.Optimizer):
             )  # fmt: skip
             return
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-        steps = self._states("momentum_buffer", parameters)
-        torch._foreach_lerp_(steps, gradients, 1 - momentum)
+        updates = self._states("momentum_buffer", parameters)
+        torch._foreach_lerp_(updates, gradients, 1 - momentum)
         if group["nesterov"]:
-            steps = list(torch._foreach_lerp(gradients, steps, momentum))
-        steps = orthogonalise_filters(steps, group["orthogonalise"])
+            updates = list(torch._foreach_lerp(gradients, updates, momentum))
+        updates = orthogonalise_filters(updates, group["orthogonalise"])
         if isinstance(rate, Tensor):  # GRAPHS: it stays on the device
-            torch._foreach_sub_(parameters, torch._foreach_mul(steps, rate))
+            torch._foreach_sub_(parameters, torch._foreach_mul(updates, rate))
         else:
-            torch._foreach_add_(parameters, steps, alpha=-rate)
+            torch._foreach_add_(parameters, updates, alpha=-rate)
 
     def _states(
         self, name: str, parameters: list[Tensor], start: Callable[[Tensor], Tensor] = torch.zeros_like
