@@ -44,7 +44,8 @@ def main() -> int:
         usage = "usage: resnet50-at-scale COMMAND [OPTION ...]   (COMMAND --help: its options)\n"
         return exit_in_a_line(lambda: print(usage, *lines, sep="\n") or 0)()
     if name == "--version":
-        sys.argv.insert(1, name := "train")
+        name = "train"
+        sys.argv.insert(1, name)
     if name not in COMMANDS:
         print(f"error: no such command: {name}; expected one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2

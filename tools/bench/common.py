@@ -158,9 +158,6 @@ def time_action(device: torch.device, action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-# ---- the training step
-
-
 def alone(config: Config) -> World:
     """Return the world of a single process on the configuration's device."""
     return World(rank=0, local_rank=0, world_size=1, device=choose_device(config.device, 0))

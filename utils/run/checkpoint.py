@@ -55,9 +55,6 @@ class DamagedError(CheckpointError):
     """The file is not what was written; an older checkpoint may be intact."""
 
 
-# ---- files
-
-
 def encode(state: dict[str, Any]) -> bytes:
     """Return torch.save's bytes and their digest, which readers of zip archives skip."""
     buffer = io.BytesIO()
@@ -139,9 +136,6 @@ def newest_good(named: Path) -> tuple[Path | None, dict[str, Any] | None, list[s
         except DamagedError as error:
             complaints.append(str(error))
     return None, None, complaints
-
-
-# ---- whether a checkpoint fits
 
 
 def check_settings(path: Path, saved: Mapping[str, Any], config: BaseConfig, *, must_equal: bool) -> list[str]:

@@ -68,7 +68,8 @@ def summarise(averages: Iterable[Any]) -> list[str]:
             both = (row.self_cpu_time_total, row.cpu_time_total) if device == "CPU" else (gpu_time, gpu_time)
             work[device].append((*both, row.key))
         elif found is not None and device == "CPU":
-            found[:] = found[0] + row.count, found[1] + row.cpu_time_total
+            found[0] += row.count
+            found[1] += row.cpu_time_total
     count, total = ranges["iteration"]
     if not count:
         return ["The profile holds no iteration."]

@@ -70,12 +70,14 @@ class RunningStatistics:
 
     def __init__(self, model: nn.Module) -> None:
         self.places: dict[str, list[Any]] = {}  # by kind: statistics, others, counters
-        shared = {id(owner[name]): (owner, name) for owner, name in buffer_places(model)}  # a shared tensor counts once
-        for owner, name in [place for place in shared.values() if place[0][place[1]] is not None]:
+        # a buffer may be None, and a tensor that layers share counts once
+        places = {id(owner[name]): (owner, name) for owner, name in buffer_places(model) if owner[name] is not None}
+        for owner, name in places.values():
             kind = "others" if cast(Tensor, owner[name]).is_floating_point() else "counters"
             self.places.setdefault("statistics" if name in BATCH_NORM else kind, []).append((owner, name))
-        empty = [{kind: list(map(torch.empty_like, now)) for kind, now in self._find().items()} for _ in range(2)]
-        self.before, self.means = empty
+        buffers = self._find()
+        self.before = {kind: list(map(torch.empty_like, tensors)) for kind, tensors in buffers.items()}
+        self.means = {kind: list(map(torch.empty_like, tensors)) for kind, tensors in buffers.items()}
 
     def _find(self) -> dict[str, list[Tensor]]:
         return {kind: [owner[name] for owner, name in places] for kind, places in self.places.items()}

@@ -135,7 +135,8 @@ def _choose_kernels(config: SpeedConfig, plan: Plan, device: torch.device, missi
         raise ConfigError(f"fuse_norm_relu is for eager steps, and {compiles}; use one of them")
     if fuse is True and on_cpu and not float32_norms:
         raise ConfigError("fuse_norm_relu needs BatchNorm in float32 on a CPU; set keep_batchnorm_fp32")
-    if fuse is True and not on_cpu and (lacking := missing if find_spec("triton") else "Triton; pip install triton"):
+    lacking = missing if find_spec("triton") else "Triton; pip install triton"  # for the kernels on a GPU
+    if fuse is True and not on_cpu and lacking:
         raise ConfigError(f"fuse_norm_relu needs {lacking}; else set fuse_norm_relu to false")
     fast = on_cpu and config.enable_nhwc and not plan.compiled
     fuses = fast and float32_norms and not config.enable_sync_bn and config.parallel != "dataparallel"

@@ -26,7 +26,8 @@ THREADS = 16  # asking for the sizes of many small files is waiting, not computi
 NO_IMAGE = (errno.ENOENT, errno.EINVAL, errno.ENXIO, errno.ELOOP)
 MOST_ELONGATED = 16  # longer to shorter side: the shorter one is resized to a fixed size, and the longer one with it
 EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
-BITS_PER_SAMPLE, SAMPLE_FORMAT, UNSIGNED, PHOTOMETRIC, WHITE_IS_ZERO = 258, 339, 1, 262, 0  # of TIFF
+BITS_PER_SAMPLE, PHOTOMETRIC, SAMPLE_FORMAT = 258, 262, 339  # tags of TIFF
+WHITE_IS_ZERO, UNSIGNED = 0, 1  # values of the last two
 
 
 class ReadSamples(NamedTuple):
@@ -168,7 +169,8 @@ def as_rgb(image: "Image.Image") -> "Image.Image":
     is_deep = mode.startswith("I;16") or (mode == "I" and image.format in ("PNG", "PPM"))
     bits, kinds = tags.get(BITS_PER_SAMPLE, (8,)), tags.get(SAMPLE_FORMAT, (UNSIGNED,))
     negative = is_deep and tags.get(PHOTOMETRIC) == WHITE_IS_ZERO
-    if not (is_deep or mode in EIGHT_BITS) or {*bits} - {1, 2, 4, 8, 16} or {*kinds} - {UNSIGNED} or negative:
+    known = (is_deep or mode in EIGHT_BITS) and {*bits} <= {1, 2, 4, 8, 16} and {*kinds} <= {UNSIGNED}
+    if negative or not known:
         raise ValueError(f"pixels of mode {mode}; only unsigned numbers of 8 or 16 bits, with black as 0, are read")
     longest = MOST_ELONGATED * min(image.size)
     if max(image.size) > longest:

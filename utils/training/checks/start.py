@@ -27,7 +27,8 @@ def check_network(learner: Learner, name: str, image_shape: tuple[int, int, int]
     for shape in (*sides, (few, *image_shape), (few, *image_shape)):  # twice, for a graph that is not built again
         _try(learner, name, shape, training=True)
     for (owner, key, before), value in zip(buffers, values, strict=True):
-        now, owner[key] = owner[key], before
+        now = owner[key]
+        owner[key] = before
         first_shape, last_shape = (None if buffer is None else list(buffer.shape) for buffer in (before, now))
         if first_shape != last_shape:
             why = f"is {first_shape} at first and {last_shape} after training; give it its final shape"
