@@ -13,14 +13,12 @@ from utils.config.command_line import Arguments
 # Settings that a CPU does not support are replaced by these.
 NEEDS_GPUS: dict[str, Any] = {
     "parallel": "ddp", "enable_sync_bn": False, "enable_cuda_graphs": False, "loss_scale": None, "amp_dtype": "auto",
-    "data_loader": "torchvision",
-}  # fmt: skip
+    "data_loader": "torchvision"}  # fmt: skip
 SHORT = {
     "max_epochs": 2, "limit_train_batches": 1, "limit_valid_batches": 1, "device": "cpu", "num_data_workers": 0,
     "log_to_screen": False, "log_to_tensorboard": False, "enable_compile": False, "stop_at_accuracy": None,
     "profiling_epoch_start": 2, "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1,
-    "save_checkpoint": False, "zero_init_residual": False, "batch_size": 8, "valid_batch_size_per_gpu": 8,
-}  # fmt: skip
+    "save_checkpoint": False, "zero_init_residual": False, "batch_size": 8, "valid_batch_size_per_gpu": 8}  # fmt: skip
 
 
 def shorten(path, name):

@@ -125,8 +125,7 @@ def test_a_file_of_the_tutorials_shape_is_read_unchanged(tmp_path, refused):
     (["--set", "lrr=1"], "--set lrr=1: unknown key 'lrr'. Did you mean 'lr'?"),
     (["--config=bs256_amp"], "--config=bs256_amp: config/cifar100.yaml has no such block. Did you mean 'bs256-amp'?"),
     (["--confg=bs256"], "unrecognized arguments: --confg=bs256; --help lists the options"),
-    (["--run-dir="], "argument --run-dir: is empty; is a variable of the command line not set?"),
-])  # fmt: skip
+    (["--run-dir="], "argument --run-dir: is empty; is a variable of the command line not set?")])  # fmt: skip
 def test_bad_usage_is_an_error_of_one_line(arguments, message, refused):
     # the last --config wins: a block with a warm-up unless the case names another
     assert refused("--config=bs2048-warmup-opt", *arguments).startswith("error: " + message)

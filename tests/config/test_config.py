@@ -46,8 +46,7 @@ TUTORIAL_DEFAULT = {
     "max_epochs": 100, "batch_size": 128, "valid_batch_size_per_gpu": 128,
     "log_to_screen": True, "log_to_tensorboard": True, "save_checkpoint": True, "log_freq": 20,
     "enable_amp": False, "enable_nhwc": False, "enable_extra_opts": False,
-    "enable_profiling": False, "profiling_epoch_start": 2, "profiling_iters_per_epoch": 100,
-}  # fmt: skip
+    "enable_profiling": False, "profiling_epoch_start": 2, "profiling_iters_per_epoch": 100}  # fmt: skip
 # block: (lr, batch size, epochs, warm-up epochs, AMP, NHWC, EXTRA, profiled and without checkpoints)
 TUTORIAL_BLOCKS = {
     "default": (0.1, 128, 100, 0, False, False, False, False),
@@ -85,11 +84,8 @@ def test_the_blocks_of_published_results_are_unchanged():
 
 @pytest.mark.parametrize(("key", "text", "value"), [
     ("weight_decay", "5e-4", 0.0005),  # a string to YAML 1.1 parsers
-    ("lr", "1", 1.0),
-    ("batch_size", "0x100", 256),
-    ("enable_amp", "True", True),
-    ("enable_amp", "auto", "auto"),
-    ("pretrained", "null", None),
+    ("lr", "1", 1.0), ("batch_size", "0x100", 256),
+    ("enable_amp", "True", True), ("enable_amp", "auto", "auto"), ("pretrained", "null", None),
     ("data_path", "on", "on"),  # True to YAML 1.1 parsers
     ("data_path", "12:30", "12:30"),  # 750 to YAML 1.1 parsers
     ("data_path", "'/data/set #2'", "/data/set #2"),
@@ -129,8 +125,7 @@ MEAN = "allowed: a list of 3 values, each a number at least 0 and at most 1"
 
 
 @pytest.mark.parametrize(("text", "message"), [  # FILE: the path of the file
-    ("x: {lr: fast}", 'FILE:1: lr is "fast"; ' + RATE),
-    ('x:\n  lr: "0.1"', f'FILE:2: lr is "0.1"; {RATE}'),
+    ("x: {lr: fast}", 'FILE:1: lr is "fast"; ' + RATE), ('x:\n  lr: "0.1"', f'FILE:2: lr is "0.1"; {RATE}'),
     ("x: {lr: !!python/object/apply:os.getpid []}", "FILE:1: lr is []; " + RATE),
     ("x: {enable_nhwc: yes}", 'FILE:1: enable_nhwc is "yes"; allowed: true or false'),
     ("x: {micro_batch_size: None}", f'FILE:1: micro_batch_size is "None"; {COUNT} or null'),
@@ -149,8 +144,7 @@ MEAN = "allowed: a list of 3 values, each a number at least 0 and at most 1"
     ("x: {extends: c.yaml#y}\ny: {extends: c.yaml#x}", "FILE:2: extends \"c.yaml#x\": block 'x' extends itself"),
     ("x: {extends: c.yaml#y}\ny: {lr: fast}", 'FILE:2: lr is "fast"; '),
     ("\udcff", "FILE: expected a YAML file of configuration blocks: is not UTF-8 text\n"),
-    (None, "FILE: expected a YAML file of configuration blocks: No such file or directory\n"),
-])  # fmt: skip
+    (None, "FILE: expected a YAML file of configuration blocks: No such file or directory\n")])  # fmt: skip
 def test_a_broken_or_missing_block_is_named_with_its_place(text, message, tmp_path, refused):
     path = tmp_path / "c.yaml"
     if text is not None:

@@ -16,8 +16,7 @@ OF_CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total cap
 
 @pytest.mark.parametrize(("device", "message"), [
     ("cpu", "you tried to allocate 1125899906842624 by"),
-    pytest.param("cuda", "1048576.00 GiB", marks=pytest.mark.gpu),
-])  # fmt: skip
+    pytest.param("cuda", "1048576.00 GiB", marks=pytest.mark.gpu)])  # fmt: skip
 def test_out_of_memory_ends_a_run_in_two_lines(device, message, capsys):
     assert run_ranks(lambda world: torch.empty(2**50, dtype=torch.uint8, device=device), "cpu", 20) == 1
     first, second = capsys.readouterr().err.splitlines()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from utils.distributed import launch as launchers
 from utils.distributed.launch import Launch, find_launch, first_host, job_name, torchrun_here, was_restarted
 from utils.distributed.world import World, choose_device
 from utils.errors import ConfigError
-from utils.quotas import cpu_quota, memory_limit
+from utils.quotas import cpu_quota, memory_limit, usable_cores
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -30,50 +31,41 @@ TORCHRUN = {
 SRUN = {
     "SLURM_JOB_ID": "1001", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6",
     "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
-    "SLURM_STEP_NODELIST": "gpu[03-04,9]",
-    "SLURM_JOB_NODELIST": "gpu[03-04,9],login", "SLURM_NTASKS": "6",
-}  # fmt: skip
+    "SLURM_STEP_NODELIST": "gpu[03-04,9]", "SLURM_JOB_NODELIST": "gpu[03-04,9],login", "SLURM_NTASKS": "6"}  # fmt: skip
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "95158273",
-}  # fmt: skip
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "95158273"}  # fmt: skip
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_PORT": "5000"}
 PALS = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PBS_JOBID": "7.pbs"}
 STEP = Launch(5, 6, 1, 2, "gpu03", 24343, "1001.2")
 
 
 @pytest.mark.parametrize(("environment", "expected"), [
-    ({}, Launch()),
-    (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, Launch(local_rank=1)),
-    (TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
-    (SRUN, STEP),
+    ({}, Launch()), (TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}, Launch(local_rank=1)),
+    (TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)), (SRUN, STEP),
     (SRUN | {"SLURM_STEP_NODELIST": "gpu9"}, replace(STEP, address="gpu9")),  # a part of the job
-    (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")),
-    (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
+    (OPEN_MPI, Launch(1, 2, 1, 2, "127.0.0.1", 22358, "95158273")), (MPICH, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "")),
     (PALS, Launch(1, 2, 1, 2, "127.0.0.1", find_launch(PALS).port, "7.pbs")),
-    (MPICH | {"LSB_JOBID": "8"}, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "8")),
-    (SRUN | PALS, STEP),
+    (MPICH | {"LSB_JOBID": "8"}, Launch(1, 2, 1, 2, "127.0.0.1", 5000, "8")), (SRUN | PALS, STEP),
     (SRUN | TORCHRUN, Launch(3, 4, 1, 2, "node1", 1234, "abc", hosts_store=False)),
     # mpirun over two nodes of a Slurm job, which starts the remote ranks with srun
     (SRUN | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Launch(1, 2, 1, 1, "gpu03", 22358, "95158273")),
     (SRUN | {"MASTER_ADDR": "fast-gpu03", "MASTER_PORT": "99"}, Launch(5, 6, 1, 2, "fast-gpu03", 99, "1001.2")),
     # a batch script and an interactive shell have SLURM_NTASKS and SLURM_PROCID, but are no step of so many tasks
-    ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Launch()),
-])  # fmt: skip
+    ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, Launch())])  # fmt: skip
 def test_place_under_each_launcher(environment, expected):
     assert find_launch(environment) == expected
 
 
 @pytest.mark.parametrize(("environment", "message"), [
-    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK is not set"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2 but RANK is not set"), ({"RANK": "1"}, "RANK is 1 but WORLD_SIZE is not"),
     (TORCHRUN | {"RANK": "4"}, "RANK is 4 and WORLD_SIZE is 4; ranks count from 0"),
     (TORCHRUN | {"WORLD_SIZE": "-2"}, "WORLD_SIZE is '-2'; expected a whole number"),
     (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT is 65536; allowed: 1 to 65535"),
     (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT is 0; allowed: 1 to 65535"),
     (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
     (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "set it to the host of rank 0"),
-    (MPICH | {"MASTER_PORT": ""}, "MASTER_PORT is not"),
-])  # fmt: skip
+    (MPICH | {"MASTER_PORT": ""}, "MASTER_PORT is not")])  # fmt: skip
 def test_invalid_variables_are_named(environment, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         find_launch(environment)
@@ -100,13 +92,15 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypa
         choose_device("cuda", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert choose_device("cuda", 1) == torch.device("cuda", 0)
+    monkeypatch.setattr(os, "environ", TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"})
+    monkeypatch.setattr(utils.distributed.ranks, "choose_device", chosen := Mock(return_value=torch.device("cpu")))
+    assert (utils.distributed.ranks.run_ranks(lambda world: None, "auto", 9), chosen.call_args.args) == (0, ("auto", 1))
 
 
 def test_a_job_keeps_its_name_when_it_is_restarted():
     assert was_restarted({"TORCHELASTIC_RESTART_COUNT": "2"}) and was_restarted({"SLURM_RESTART_COUNT": "1"})
     assert not was_restarted({"TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": ""})
-    assert job_name({}) == ""
-    assert job_name({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}) == "7"
+    assert job_name({}) == "" and job_name({"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}) == "7"
     assert job_name({"TORCHELASTIC_RUN_ID": "abc"}) == "abc"
     # torchrun calls every unnamed run "none": its process is the name
     name = job_name({"TORCHELASTIC_RUN_ID": "none"})
@@ -118,20 +112,21 @@ def test_a_job_keeps_its_name_when_it_is_restarted():
 
 @pytest.mark.parametrize(("places", "quota", "cores"), [
     ([("here", [0, 1]), ("here", [0, 1]), ("there", [0, 1])], inf, 1),  # two ranks share two cores
-    ([("here", [0, 1, 2, 3]), ("here", [4, 5, 6, 7])], inf, 4),  # bound to different cores
-    ([("here", [0, 1, 2, 3]), ("here", [4, 5, 6, 7]), ("there", [0])], 6, 3),  # which share their node's quota
-    ([("here", [0])], 0.5, 0.5),
-])  # fmt: skip
+    ([("here", [0, 1, 2, 3]), ("here", [4, 5, 6])], inf, 3),  # bound to different cores
+    ([("here", [0, 1]), ("here", [4, 5, 6, 7]), ("there", [0])], 6, 3),  # which share their node's quota
+    ([("here", [0])], 0.5, 0.5)])  # fmt: skip
 def test_ranks_of_a_machine_share_its_cores(monkeypatch, places, quota, cores):
-    monkeypatch.setattr(utils.distributed.world, "cpu_quota", lambda: quota)
+    for module in (utils.distributed.world, utils.quotas):
+        monkeypatch.setattr(module, "cpu_quota", lambda: quota)
     monkeypatch.setattr(World, "all_gather", lambda *_: places)
-    assert World(0, 0, len(places), torch.device("cpu")).count_cores() == cores
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    assert World(len(places) // 2, 0, len(places), torch.device("cpu")).count_cores() == cores
+    assert usable_cores() == max(1, min(quota, 4))
 
 
 @pytest.mark.parametrize(("ranks", "cores", "variable", "threads"), [
     # its cores; fewer than PyTorch would take; the user or torchrun decides; PyTorch does
-    (4, 16, None, [16]), (1, 2.5, None, [2]), (1, 0.5, None, [1]), (4, 1.5, "3", []), (1, 16, None, []),
-])  # fmt: skip
+    (4, 16, None, [16]), (1, 2.5, None, [2]), (1, 0.5, None, [1]), (4, 1.5, "3", []), (1, 16, None, [])])  # fmt: skip
 def test_a_rank_has_as_many_threads_as_cores(monkeypatch, ranks, cores, variable, threads):
     chosen: list[int] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
@@ -154,8 +149,7 @@ OWN, V1 = "0::/pod/own\n", "5:cpu,cpuacct:/pod/own\n4:memory:/pod/own\n0::/pod/o
     "v1, none": (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, inf, inf),
     "malformed": (OWN, {"pod/own/cpu.max": "wide", "pod/cpu.max": "1 0", "pod/own/memory.max": ""}, inf, inf),
     "another program's": ("no line\n", {"pod/own/cpu.max": "1 1"}, inf, inf),
-    "missing": (None, {"pod/own/cpu.max": "1 1"}, inf, inf),
-}.items())  # fmt: skip
+    "missing": (None, {"pod/own/cpu.max": "1 1"}, inf, inf)}.items())  # fmt: skip
 def test_the_smallest_limit_of_the_cgroups_counts(name, limits, tmp_path):
     own, files, cores, memory = limits
     files = {f"sys/fs/cgroup/{path}": text for path, text in files.items()} | {"proc/self/cgroup": own}
@@ -275,5 +269,4 @@ def test_torchrun_resumes_after_a_killed_worker(tmp_path, program):
     assert not (tmp_path / "run.1").exists()
     # the finished run resumes for one more epoch at another world size
     more = launch(sys.executable, *SHORT, "--set", "max_epochs=4", "--run-dir", str(run), "--resume", str(run))
-    assert more.returncode == 0, more.stderr
-    assert "epoch 4, batch 0, step 12" in more.stdout
+    assert more.returncode == 0 and "epoch 4, batch 0, step 12" in more.stdout, more.stderr

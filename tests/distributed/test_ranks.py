@@ -327,8 +327,7 @@ def test_ranks_with_other_devices_are_refused():
 
 @pytest.mark.parametrize("one_node", [True, False])
 def test_the_store_of_one_node_answers_that_node_only(tmp_path, one_node):
-    port = free_port()
-    elsewhere = {} if one_node else ALONE | {"MASTER_ADDR": "localhost"}
+    port, elsewhere = free_port(), {} if one_node else ALONE | {"MASTER_ADDR": "localhost"}
     variables = [torchrun_variables(rank, 2, port, **elsewhere) for rank in range(2)]
     ended = Job(tmp_path, play, ("print_addresses_of_the_store",), variables).wait()
     assert [one.status for one in ended] == [0, 0], ended[0].errors

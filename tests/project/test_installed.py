@@ -36,6 +36,7 @@ def test_help_needs_no_torch_and_only_a_known_command_runs_whatever_the_working_
     answer = subprocess.run([*command, "--help"], check=True, **how)
     commands = runpy.run_path(str(ROOT / "__main__.py"))["COMMANDS"]
     assert all(f"  {name} " in answer.stdout for name in commands) and " torch\n" not in answer.stderr
+    assert all(module in ("train", f"tools.{name}") for name, (module, _) in commands.items())
     wrong = subprocess.run([sys.executable, str(ROOT), "trian"], check=False, **how)
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: no such command: trian; expected one of: train, ")

@@ -129,8 +129,7 @@ class _Bomb:
 @pytest.mark.parametrize(("change", "message"), [
     ({"format": checkpoint.FORMAT + 1}, "is not a checkpoint of this version"),  # and no older one is used instead
     ({"best": "the best"}, "is not a checkpoint of this version"),
-    ({"average": _Bomb()}, "is no file of torch.save with only tensors and plain values"),
-])  # fmt: skip
+    ({"average": _Bomb()}, "is no file of torch.save with only tensors and plain values")])  # fmt: skip
 def test_another_versions_or_programs_file_is_refused(saved, state, monkeypatch, change, message):
     """With the right digest. The pickle would run code."""
     monkeypatch.chdir(saved)
@@ -201,8 +200,7 @@ def test_a_best_accuracy_over_another_validation_set_is_no_longer_the_best(tiny,
     few, all_images = tiny(max_epochs=1, limit_valid_batches=1, valid_batch_size_per_gpu=30), tiny(max_epochs=2)
     run(few, one_rank, tmp_path)
     (path,) = list_checkpoints(tmp_path / "checkpoints")
-    state = read_checkpoint(path)
-    measures = {"images": 30, "test_time_views": 1, "ema_decay": None}
+    state, measures = read_checkpoint(path), {"images": 30, "test_time_views": 1, "ema_decay": None}
     assert (state["best"]["images"], state["best"]["measures"]) == (30, measures)
     for name in (path.name, "best.pt"):
         (path.parent / name).write_bytes(encode(state | {"best": state["best"] | {"acc1": 1.0}}))
@@ -211,7 +209,7 @@ def test_a_best_accuracy_over_another_validation_set_is_no_longer_the_best(tiny,
     assert read_checkpoint(path.with_name("best.pt"))["epoch"] == 2
     line = "Validation has changed (images 30 -> 200): 100.00% of epoch 1 cannot be compared"
     assert line in (tmp_path / "train.log").read_text()
-    run(few, one_rank, tmp_path, resume=str(tmp_path))  # nothing is left to train: the best stays
+    run(few.model_copy(update={"max_epochs": 2}), one_rank, tmp_path, str(tmp_path))  # nothing to train: the best stays
     assert read_checkpoint(path.with_name("best.pt"))["epoch"] == 2
 
 
@@ -236,6 +234,9 @@ def test_at_another_world_size_each_rank_and_step_has_a_new_random_stream(tiny, 
         samples.add(torch.rand(()).item())
         assert of_rank.learner.sums.finite_micro_batches() == 3 * 2
     assert len(samples) == 3
+    of_rank.world = one_rank
+    of_rank.restore(state)
+    assert torch.equal(torch.get_rng_state(), state["ranks"][0]["random"]["torch"]), "at the same, its own stream"
 
 
 def test_a_failed_write_leaves_the_old_file_only(tmp_path, monkeypatch):

@@ -27,14 +27,12 @@ def test_which_settings_may_change():
     """A run never resumes with another value of the first ones, and of the second ones without being asked to."""
     assert {*Config().keys_with(KeyFlag.FIXED_ON_RESUME)} == {
         "batch_size", "dataset", "holdout_images", "limit_train_batches", "model", "num_classes", "optimizer", "seed",
-        "stem", "weight_decay_bn_bias", "width", "zero_init_residual",
-    }  # fmt: skip
+        "stem", "weight_decay_bn_bias", "width", "zero_init_residual"}  # fmt: skip
     assert {*Config().keys_with(KeyFlag.FREE_ON_RESUME)} == {
         "checkpoint_every_steps", "cifar100_mean", "cifar100_std", "data_path", "enable_profiling", "keep_checkpoints",
         "limits_report", "log_freq", "log_to", "log_to_screen", "log_to_tensorboard", "num_data_workers",
         "profiling_epoch_start", "profiling_iters_per_epoch", "rank_timeout_seconds", "save_checkpoint",
-        "valid_batch_size_per_gpu", "verify_every_steps",
-    }  # fmt: skip
+        "valid_batch_size_per_gpu", "verify_every_steps"}  # fmt: skip
 
 
 def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_rank, tmp_path):
@@ -56,11 +54,11 @@ def test_other_settings_may_change_and_every_configuration_is_kept(tiny, one_ran
 def test_each_job_of_an_array_has_its_own_folder_and_settings(monkeypatch, tmp_path, refused):
     own = tmp_path / "own.yaml"
     own.write_text("try-3:\n  lr: 0.2\n", encoding="utf-8")
-    words = f"--yaml_config={own} --config=try-%a --run-dir=expts/x-%a-%A-%j-100%% --set seed=%a --set data_path=/a%%b"
+    words = f"--yaml_config={own} --config=try-%a --run-dir=x-%a-%A-%j-100%% --resume=%j --set seed=%a"
     for name, value in {"SLURM_JOB_ID": "77", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}.items():
         monkeypatch.setenv(name, value)
-    arguments = parse_arguments(shlex.split(words))
-    assert arguments.run_dir == Path("expts/x-3-70-77-100%")
+    arguments = parse_arguments([*shlex.split(words), "--set=data_path=/a%%b"])
+    assert (arguments.run_dir, arguments.resume) == (Path("x-3-70-77-100%"), "77")
     assert (arguments.config.lr, arguments.config.seed, arguments.config.data_path) == (0.2, 3, "/a%%b")
     assert parse_arguments([f"--yaml_config={own}", "--config=try-%a"]).run_dir == Path("expts/try-3")
     assert "--run-dir x-%x: %x is not known; allowed: %a, %A, %j, %% for %" in refused("--run-dir=x-%x")

@@ -131,8 +131,7 @@ def test_process_age_counts_seconds():
 
 def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     """Although its records are dropped: the run goes back to step 6."""
-    began = time.time()
-    config = tiny(max_epochs=2, log_freq=1, checkpoint_every_steps=3)
+    began, config = time.time(), tiny(max_epochs=2, log_freq=1, checkpoint_every_steps=3)
     trainer = Trainer(config, one_rank, tmp_path / "run", "tiny", "auto")
     interrupt(trainer, POLLS + 4, Mock(side_effect=KeyboardInterrupt))  # after step 8
     with pytest.raises(KeyboardInterrupt):

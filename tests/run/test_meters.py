@@ -75,8 +75,7 @@ def test_published_peaks_are_those_of_nvidias_data_sheets():
         "B200": (2250, 2250, 1125, 75), "H200 NVL": (835, 835, 417, 60), "H200": (989, 989, 494, 67),
         "H100 NVL": (835, 835, 417, 60), "H100 PCIe": (756, 756, 378, 51), "H100": (989, 989, 494, 67),
         "A100": (312, 312, 156, 19.5), "L40S": (362, 362, 183, 91.6), "L4": (121, 121, 60, 30.3),
-        "A10": (125, 125, 62.5, 31.2), "V100-PCIE": (112, 14), "V100": (125, 15.7), "T4": (65, 8.1),
-    }  # fmt: skip
+        "A10": (125, 125, 62.5, 31.2), "V100-PCIE": (112, 14), "V100": (125, 15.7), "T4": (65, 8.1)}  # fmt: skip
     h100, pcie = ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "fp16", 756)
     for device, number_format, peak in (h100, pcie, ("NVIDIA L40", "bf16", None), ("AMD EPYC x 2", "float32", None)):
         assert published_peak(device, number_format) == peak
@@ -133,6 +132,9 @@ def test_mfu_counts_all_devices_and_ranks_of_a_host_share_one(tiny, one_rank, tm
     found = Trainer(tiny(limits_report=limits, enable_amp=False), one_rank, tmp_path).meters
     one = found.at_log_point(Window(100, 1.0), 0)["mfu"]
     assert found.totals(100) == {"joules": 0, "joules_per_image": 0} and found.totals(0) == {}
+    assert (
+        Trainer(tiny(limits_report=limits, enable_amp=True, amp_dtype="bf16"), one_rank, tmp_path).meters.peak is None
+    )
     found.devices = 2
     assert found.at_log_point(Window(100, 1.0), 0)["mfu"] == pytest.approx(one / 2)
     assert found.totals(100) == {}, "as with DataParallel, only one of the GPUs is known"

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -43,8 +44,7 @@ def training(folder, **settings):
     ("raise KeyboardInterrupt", 130, "interrupted\n"),
     ("raise PermissionError(13, 'No', 'a/run')", 1, "error: a/run: No; give a path that you may use\n"),
     ("raise BrokenPipeError('a peer')", 1, "BrokenPipeError: a peer\n"),  # a bug: it is not the output's
-    ("raise PermissionError('a signal')", 1, "PermissionError: a signal\n"),
-])  # fmt: skip
+    ("raise PermissionError('a signal')", 1, "PermissionError: a signal\n")])  # fmt: skip
 def test_a_command_ends_with_a_line_and_a_status(line, status, message):
     process = ended(command(line))
     assert process.returncode == status and process.stderr.endswith(message)
@@ -52,8 +52,7 @@ def test_a_command_ends_with_a_line_and_a_status(line, status, message):
 
 
 @pytest.mark.parametrize(("name", "answer"), {
-    "a tool": command("print('x' * 2**20)"),
-    "--list-configs": [sys.executable, "train.py", "--list-configs"],
+    "a tool": command("print('x' * 2**20)"), "--list-configs": [sys.executable, "train.py", "--list-configs"],
     "the commands": [sys.executable, "__main__.py"],
     "evaluate": [sys.executable, "-m", "tools.evaluate"],  # prints on the main rank
 }.items())  # fmt: skip
@@ -124,6 +123,7 @@ def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, closed):
     shell = ["bash", "-c", f'exec "$@" {"<&- >&- 2>&-" if closed else ""}', "bash", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     run = subprocess.Popen(shell, cwd=ROOT, env=without_launcher(os.environ), text=True, **pipes)
+    begun = time.time()
     if closed:
         metrics = tmp_path / "metrics.jsonl"
         wait_until("step", 120, lambda: metrics.exists() and '"step", "epoch"' in metrics.read_text())
@@ -132,4 +132,6 @@ def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, closed):
         run.stdout.readline()
         run.stdout.close()
     assert (run.wait(120), run.stderr.read()) == (75 if closed else 0, "")
+    (start,) = read_records(tmp_path, "start")
+    assert start["time"] - sum(start["clock_seconds"].values()) < begun + 0.1, "its time includes the imports"
     assert read_records(tmp_path, "stop" if closed else "end") and "asked" not in (tmp_path / ".lock").read_text()

@@ -40,8 +40,7 @@ def interrupts(number):
 def test_a_second_ctrl_c_stops_at_once(first, one_rank, set_clock, capfd, monkeypatch):
     """But not a copy of the first one that a launcher passes on, nor any other signal."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # the tests may run under nohup
-    requests = StopRequests(one_rank)
-    before = signal.getsignal(signal.SIGINT)
+    requests, before = StopRequests(one_rank), signal.getsignal(signal.SIGINT)
     set_clock(100)
     with requests.listen():
         assert not requests.poll() and not interrupts(first) and requests.poll()
@@ -79,6 +78,12 @@ def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(set_clock, mon
         assert interrupts(signal.SIGINT)
 
 
+def test_the_interval_doubles_at_most():
+    """While the host runs ahead of a GPU, batches seem to take no time. The flags are compared after 1, 3, 7, 15."""
+    (requests := StopRequests(World(1, 1, 2, torch.device("cpu"))))._compare = Mock(return_value=[0, 1])
+    assert not any(requests.poll() for _ in range(20)) and requests._compare.call_count == 4
+
+
 def stop_in_the_middle(folder, pace):
     """Signal rank 0 or 1, or both, after several numbers of batches; write down when each rank stopped, by a clock that
     only batches advance, and the number of all-reduces."""
@@ -113,10 +118,8 @@ def stop_in_the_middle(folder, pace):
 
 @pytest.mark.parametrize(("name", "pace"), {
     # seconds of a batch on each of three ranks, and batches, in loops that follow each other; the last has the signal
-    "fast": [(0.01, 0.02, 0.01, 0)],
-    "slow": [(10.0, 10.0, 10.0, 0)],
-    "training after three batches": [(0.2, 0.2, 0.2, 3), (3.0, 3.0, 3.0, 0)],
-}.items())  # fmt: skip
+    "fast": [(0.01, 0.02, 0.01, 0)], "slow": [(10.0, 10.0, 10.0, 0)],
+    "training after three batches": [(0.2, 0.2, 0.2, 3), (3.0, 3.0, 3.0, 0)]}.items())  # fmt: skip
 def test_ranks_stop_after_the_same_batch_within_two_seconds_or_the_batch(tmp_path, name, pace):
     ended = run_job(tmp_path, 3, stop_in_the_middle, tmp_path, pace)
     assert [process.status for process in ended] == [0, 0, 0], ended

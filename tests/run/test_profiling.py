@@ -10,15 +10,18 @@ import torch
 
 from tools.timeline import read_trace
 from train import Trainer
+from utils.run.clock import Clock
 from utils.run.profile import RANGES, TRANSPOSES, capture, summarise
 
 ITERATIONS = 3
 
 
-def test_a_profiled_run_has_the_tutorials_ranges_and_a_summary(tiny, one_rank, tmp_path):
+def test_a_profiled_run_has_the_tutorials_ranges_and_a_summary(tiny, one_rank, tmp_path, monkeypatch):
     changes = {"limit_train_batches": None, "profiling_iters_per_epoch": ITERATIONS}
+    path, close, written = tmp_path / "profile/rank0.pt.trace.json.gz", Clock.close_window, []
+    monkeypatch.setattr(Clock, "close_window", lambda clock: (written.append(path.exists()), close(clock))[1])
     (trainer := Trainer(tiny("bs256-amp-nhwc-prof", **changes), one_rank, tmp_path, "prof", "auto")).train()
-    path = tmp_path / "profile/rank0.pt.trace.json.gz"
+    assert written and not any(written), "writing it is no training time"
     names = [row.get("name") for row in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
     assert names.count("PROFILE") == names.count("epoch 2") == 1
     ranges = {name: [event for event in read_trace(path) if event.group == name] for name in RANGES}

@@ -21,7 +21,7 @@ from tests.processes import make_command, run_job
 from tools.doctor import __main__ as doctor
 from tools.doctor import hardware, machine, measured
 from tools.doctor.findings import LEVELS, Finding, Record, compare_fingerprints, compare_records, render
-from utils.config import load_config
+from utils.config import Config, load_config
 from utils.distributed.world import World
 from utils.errors import ConfigError
 
@@ -118,10 +118,8 @@ PORTS = at("mlx5_0/ports/1", UP) | at("mlx5_1/ports/1", UP)
 
 
 @pytest.mark.parametrize(("check", "files", "level", "words"), [
-    ("memory_errors", {}, "ok", "not readable here"),
-    ("memory_errors", COUNTED | {"mc1/ce_count": 0}, "ok", ""),
-    ("memory_errors", COUNTED, "warn", ""),
-    ("memory_errors", COUNTED | {"mc1/ue_count": 2}, "fail", ""),
+    ("memory_errors", {}, "ok", "not readable here"), ("memory_errors", COUNTED | {"mc1/ce_count": 0}, "ok", ""),
+    ("memory_errors", COUNTED, "warn", ""), ("memory_errors", COUNTED | {"mc1/ue_count": 2}, "fail", ""),
     ("pcie", BUS, "ok", "1 NVIDIA GPU(s) at full width"),
     ("pcie", BUS | at("5e:00.0", GPU | {"current_link_width": 8}), "warn", "5e:00.0: 8 of 16 lanes"),
     ("infiniband", PORTS, "ok", "2 of 2 ports up; 400 Gb/sec (4X NDR)"),
@@ -129,8 +127,7 @@ PORTS = at("mlx5_0/ports/1", UP) | at("mlx5_1/ports/1", UP)
     *(("infiniband", PORTS | {f"mlx5_1/ports/1/counters/{error}": 3}, "warn", f"mlx5_1/1: {error} 3")
       for error in ("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors")),
     ("infiniband", PORTS | {"mlx5_1/ports/1/rate": "100 Gb/sec (1X NDR)"}, "warn",
-     "100 Gb/sec (1X NDR); 400 Gb/sec (4X NDR)"),
-    ("infiniband", PORTS | {"mlx5_1/ports/1/state": "1: DOWN"}, "warn",
+     "100 Gb/sec (1X NDR); 400 Gb/sec (4X NDR)"), ("infiniband", PORTS | {"mlx5_1/ports/1/state": "1: DOWN"}, "warn",
      "1 of 2 ports up; 400 Gb/sec (4X NDR); mlx5_1/1 is 1: DOWN"),
     ("infiniband", PORTS | {f"mlx5_{n}/ports/1/state": "2: INIT" for n in (0, 1)}, "fail", "0 of 2 ports up"),
 ])  # fmt: skip
@@ -148,8 +145,7 @@ def test_what_the_kernel_counts(check, files, level, words, tmp_path):
     ("echo 'dmesg: not permitted' >&2; exit 1", "ok", "not readable here: the kernel's log"),
     *((f"echo 'NVRM: Xid (PCI:0000:3b:00): {xid}, pid=1'", "fail", f"Xid {xid} of 0000:3b:00, 1 times")
       for xid in (46, 48, 62, 64, 74, 79, 92, 94, 95, 109, 110, 119, 120, 136, 140, 143, *range(144, 151), 158)),
-    ("echo 'NVRM: Xid (PCI:0000:3b:00): 31, pid=1'", "warn", "Xid 31 of 0000:3b:00, 1 times"),
-])  # fmt: skip
+    ("echo 'NVRM: Xid (PCI:0000:3b:00): 31, pid=1'", "warn", "Xid 31 of 0000:3b:00, 1 times")])  # fmt: skip
 def test_gpu_errors_in_the_kernel_log(action, level, message, tmp_path, monkeypatch):
     make_command(tmp_path, "dmesg", action)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -181,8 +177,7 @@ def mocked_nvml(links=(1, 1), corrected=0, uncorrected=0, **changes):
         nvmlDeviceGetHandleByIndex=lambda number: number,
         nvmlDeviceGetTotalEccErrors=lambda handle, kind, counter: (corrected, uncorrected)[kind],
         nvmlDeviceGetNvLinkState=lambda handle, link: links[link] if link < len(links) else no_link(),
-        **{f"nvmlDeviceGet{name}": answer(value) for name, value in (answers | changes).items()},
-    )  # fmt: skip
+        **{f"nvmlDeviceGet{name}": answer(value) for name, value in (answers | changes).items()})  # fmt: skip
 
 
 NOT_SUPPORTED = ("Temperature", "RemappedRows", "PowerManagementLimit", "CurrentClocksEventReasons")
@@ -232,17 +227,16 @@ QUOTED = "; Persistence Mode Fail; Memory Fail - GPU: 3; Warning Persistence mod
     ("echo '| Denylist | Pass |'; echo '| EUD Test | Skip - All |'; exit 7", (1, 8, 8), "ok", "dcgmi diag -r 1"),
     (f"printf '%s' '{DENIED}'; exit 7", (1, 8, 8), "fail", f"dcgmi diag -r 1{QUOTED}"),
     ("echo '| Denylist | Pass |'; echo '| Warning | low |'", (1, 8, 8), "warn", "dcgmi diag -r 1; Warning low"),
-    ("echo Error: no connection; exit 7", (1, 8, 8), "warn",
-     "dcgmi diag -r 1: no result, status 7 (124: time limit)"),
+    ("echo Error: no connection; exit 7", (1, 8, 8), "warn", "dcgmi diag -r 1: no result, status 7 (124: time limit)"),
     ("sleep 20", (2, 8, 8), "warn", "dcgmi diag -r 2: no result, status 124 (124: time limit)"),
     ("", (0, 8, 8), "ok", "not run: --dcgm 0"),
     ("", (1, 2, 8), "ok", "not run: it tests all 8 GPUs of the node, of which this job may use 2"),
-    (None, (2, 8, 8), "ok", "not run: no dcgmi on PATH"),
-])  # fmt: skip
+    (None, (2, 8, 8), "ok", "not run: no dcgmi on PATH")])  # fmt: skip
 def test_failed_tests_of_dcgm_are_quoted(action, arguments, level, message, tmp_path, monkeypatch):
     if action is not None:
         make_command(tmp_path, "dcgmi", action)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert max(hardware.DCGM_SECONDS.values()) < Config().rank_timeout_seconds, "the other ranks wait"
     monkeypatch.setattr(hardware, "DCGM_SECONDS", {1: 100, 2: 0.2})
     finding = hardware.check_dcgm(*arguments)
     assert (finding.level, finding.message) == (level, message)
@@ -389,8 +383,7 @@ def test_the_names_of_failing_nodes_are_written_for_srun(tmp_path, capsys):
 
 def test_nodes_starts_one_process_per_node_with_srun(tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert doctor.main(["--nodes"]) == 2
-    assert "not in a Slurm allocation" in capfd.readouterr().err
+    assert doctor.main(["--nodes"]) == 2 and "not in a Slurm allocation" in capfd.readouterr().err
     make_command(tmp_path, "srun", 'echo "$@"\nexit 1')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -442,8 +435,7 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
     ([100, 101, 99, 100], "aaaa", "ok", "10.0 min, 4 rounds: 100.0 images/s, standard deviation 0.7%, +0.0% from "
      "the first quarter to the last; 4 equal fingerprints; at most 71 °C; at most 700 W; at least 1797 MHz"),
     ([100] * 6 + [88] * 4, "a" * 10, "warn", "-12.0% from the first quarter to the last"),
-    ([100] * 6 + [91] * 4, "a" * 10, "ok", "-9.0% from"),
-    ([100] * 4, "aaba", "fail", "1 of 4 fingerprints differ"),
+    ([100] * 6 + [91] * 4, "a" * 10, "ok", "-9.0% from"), ([100] * 4, "aaba", "fail", "1 of 4 fingerprints differ"),
 ])  # fmt: skip
 def test_burn_in_fails_on_a_changed_fingerprint_and_warns_on_a_falling_rate(rates, prints, level, words):
     most = {"gpu_temperature_c": 71.4, "gpu_clock_mhz": 1800.0, "gpu_power_w": 700.0}
@@ -456,9 +448,10 @@ def test_a_short_burn_in_on_this_machine(tiny, one_rank, monkeypatch):
     monkeypatch.setattr(measured, "ROUND_SECONDS", 0.1)
     monkeypatch.setattr(measured, "time_action", lambda _, action: action() or 0.05)
     monkeypatch.setattr(measured, "time", Mock(monotonic=itertools.count(0, 20).__next__))
+    monkeypatch.setattr(World, "broadcast", asked := Mock(side_effect=lambda value: value))
     finding = measured.burn_in(tiny(), one_rank, 1)
     assert finding.figures == {"images/s": 2 * 32 / 0.05} and "4 rounds" in finding.message
-    assert finding.level == "ok" and "4 equal fingerprints" in finding.message
+    assert finding.level == "ok" and "4 equal fingerprints" in finding.message and asked.call_args.args == (False,)
 
 
 def test_container_recipes_install_what_the_project_needs(monkeypatch, capsys):

@@ -60,8 +60,7 @@ def results(path, *arguments):
 
 @pytest.mark.parametrize("changes", [
     {"enable_amp": True, "enable_nhwc": True, "data_loader": "torchvision", **BF16},
-    {"opt_level": "O2", **BF16},
-    {"ema_decay": 0.7, "test_time_views": 6},
+    {"opt_level": "O2", **BF16}, {"ema_decay": 0.7, "test_time_views": 6},
     {"data_loader": "synthetic", "micro_batch_size": 8},
 ], ids=["bf16 autocast, NHWC", "bf16 weights", "average of weights", "synthetic"])  # fmt: skip
 def test_evaluation_reproduces_the_figures_of_the_run(tmp_path, changes, capsys):
@@ -89,6 +88,8 @@ def test_two_ranks_reproduce_their_run_and_one_rank_agrees_up_to_rounding(tmp_pa
     two, one = json.loads((tmp_path / "two.json").read_text()), results(tmp_path / "run")
     assert (two["acc1"], two["loss"], two["images"]) == (end["last_acc1"], end["last_loss"], 2000)
     assert all(one[name] == two[name] for name in ("acc1", "acc5", "confusion"))
+    accuracies = {row["class"]: pytest.approx(row["accuracy"]) for row in two["classes"]}
+    assert {row["class"]: row["accuracy"] for row in end["worst_classes"]} == accuracies
     for name in ("loss", "calibration_error"):
         assert one[name] == pytest.approx(two[name], rel=1e-6, abs=1e-6)
 
@@ -108,8 +109,7 @@ def test_within_an_epoch_the_ranks_batch_norm_statistics_are_averaged(run, tmp_p
 
 
 def test_figures_match_the_confusion_matrix(run, capsys):
-    found = results(run)
-    printed = "".join(capsys.readouterr().out.split())
+    found, printed = results(run), "".join(capsys.readouterr().out.split())
     assert api.evaluate(run) == found
     counts = np.array(found["confusion"])
     assert counts.sum() == found["images"] == 2000
@@ -150,8 +150,7 @@ def test_top_counts_and_calibration_equal_their_definitions(one_rank):
     ranks = (outputs >= outputs.gather(1, labels[:, None])).sum(1)
     assert top.collect(one_rank) == (ranks <= 3).sum()
     confidence, predicted = outputs.double().softmax(1).max(1)
-    expected = 0.0
-    bins = calibration.collect(one_rank)
+    expected, bins = 0.0, calibration.collect(one_rank)
     for number, part in enumerate(bins):
         chosen = (confidence > number / 10) & (confidence <= (number + 1) / 10)
         assert part["images"] == chosen.sum()

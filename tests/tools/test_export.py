@@ -48,9 +48,9 @@ def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_p
 
 @pytest.fixture(scope="module")
 def exported(tiny, one_rank, tmp_path_factory):
-    """The exported files of a run that validates with two views of each image."""
+    """The exported files of a run under autocast that validates with two views of each image."""
     folder = tmp_path_factory.mktemp("exported")
-    config = tiny(test_time_views=2)
+    config = tiny(test_time_views=2, enable_amp=True, amp_dtype="bf16")
     Trainer(config, one_rank, folder / "run", "tiny", "auto").train()
     environment = {"version": "1.2", "commit": "c0ffee", "torch": "2", "command": ["train.py", "--config=tiny a"]}
     (folder / "run/environment.json").write_text(json.dumps(environment))

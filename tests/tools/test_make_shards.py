@@ -86,8 +86,7 @@ def test_a_failed_run_leaves_nothing(folders, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--shards=nowhere"], "nowhere/train: no images found; expected shards"),
-    (["--shards=x", "--from=nowhere"], "nowhere/train: cannot be read: No such file"),
-])  # fmt: skip
+    (["--shards=x", "--from=nowhere"], "nowhere/train: cannot be read: No such file")])  # fmt: skip
 def test_wrong_folders_are_named(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert prepare_data.main(arguments) == 3
@@ -97,8 +96,7 @@ def test_wrong_folders_are_named(arguments, message, tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "expected either --dataset and --data_path, or --shards"),
-    (["--shards=x", "--dataset=cifar10"], "expected either"),
-    (["--dataset=cifar10"], "expected either"),
+    (["--shards=x", "--dataset=cifar10"], "expected either"), (["--dataset=cifar10"], "expected either"),
     (["--shards=x", "--images_per_shard=5"], "--images_per_shard needs --shards and --from"),
     (["--dataset=cifar10", "--data_path=x", "--from=y", "--images_per_shard=5"], "--images_per_shard needs"),
 ])  # fmt: skip
@@ -121,8 +119,7 @@ def third_member(path):
     (lambda path: rewrite(path, lambda rows: rows.pop(0)), "has no image"),
     (lambda path: rewrite(path, lambda rows: rows.append(rows[0])), "is a second image of its key"),
     (lambda path: shutil.copy(path, path.with_name("z.tar")), "is also in z.tar; remove the copy"),
-    (lambda path: rewrite(path, lambda rows: rows.insert(1, (rows.pop(1)[0], b"-1"))), "holds b'-1'"),
-])  # fmt: skip
+    (lambda path: rewrite(path, lambda rows: rows.insert(1, (rows.pop(1)[0], b"-1"))), "holds b'-1'")])  # fmt: skip
 def test_shards_that_cannot_be_indexed_are_named(damage, message, copied, capsys):
     before = (copied / INDEX_FILE).read_bytes()
     damage(copied / "train/shard-000002.tar")

@@ -144,12 +144,10 @@ def test_two_ranks_write_the_same_as_one(run, own, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "status", "message"), [
     (["none.png"], 3, "none.png: cannot be read: No such file or directory\n"),
-    (["empty"], 3, "empty: holds no images"),
-    (["broken.png"], 3, "not one of 1 images can be read"),
+    (["empty"], 3, "empty: holds no images"), (["broken.png"], 3, "not one of 1 images can be read"),
     (["broken.png", "broken.png", "--set=data_loader=torchvision"], 3, "not one of 2 images can be read"),
     (["--set", "data_loader=synthetic"], 2, "data_loader synthetic reads no images"),
-    (["--out", "broken.png"], 2, "broken.png: cannot hold results"),
-])  # fmt: skip
+    (["--out", "broken.png"], 2, "broken.png: cannot hold results")])  # fmt: skip
 def test_images_that_cannot_be_classified(run, tmp_path, monkeypatch, capsys, arguments, status, message):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()

@@ -26,8 +26,7 @@ def test_a_seed_is_measured_as_stated(tiny):
     trial = record.measure(epochs(0.2, 0.5, 0.4), 200.0, tiny(batch_size=32, seed=7, stop_at_accuracy=0.4), 30.0)
     assert trial == {
         "seed": 7, "epochs": 3, "reached": True, "last_acc1": 0.4, "best_acc1": 0.5, "best_epoch": 2,
-        "seconds": {"command": 30.0, "run": 11.0, "training": 30 * 32 / 200.0}, "images_per_sec": 200.0,
-    }  # fmt: skip
+        "seconds": {"command": 30.0, "run": 11.0, "training": 30 * 32 / 200.0}, "images_per_sec": 200.0}  # fmt: skip
     assert record.measure(epochs(0.2), 200.0, tiny(stop_at_accuracy=0.4), 1.0)["reached"] is False
     first, *others = epochs(0.2, 0.5, 0.4)
     first.pop("acc1/valid")  # as with validate_every_epochs 2
@@ -37,7 +36,7 @@ def test_a_seed_is_measured_as_stated(tiny):
 def write_seed(out, config, accuracy, environment):
     own = out / f"seed-{config.seed}"
     own.mkdir(parents=True)
-    trial = record.measure(epochs(accuracy), 200.0, config, 10.0 + config.seed)
+    trial = record.measure(epochs(accuracy + 0.1, accuracy), 200.0, config, 10.0 + config.seed)
     trial["seconds"]["run"] *= 10 * config.lr
     record.write_json(own / "trial.json", trial)
     record.write_json(own / "environment.json", environment)
@@ -65,9 +64,9 @@ def test_mean_and_deviation_over_seeds(folder, tiny):
     summary = record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4))
     assert (summary["reached"], summary["seeds"]) == (3, [0, 1, 2])
     assert summary["seconds"]["command"] == {"mean": 11.0, "sd": 1.0}
-    assert record.row_of(summary)[:7] == ["tiny", "40%", "3", "3 of 3", "1.0 ± 0.0", "50.00 ± 10.00", "11.0 ± 1.0"]
+    assert record.row_of(summary)[:7] == ["tiny", "40%", "3", "3 of 3", "2.0 ± 0.0", "60.00 ± 10.00", "11.0 ± 1.0"]
     summary = record.summarise(folder(0.4, 0.3), "tiny", tiny(stop_at_accuracy=0.4))  # a missed target has no mean time
-    assert record.row_of(summary)[3:] == ["1 of 2", "1.0 ± 0.0", "35.00 ± 7.07", *["target missed"] * 3]
+    assert record.row_of(summary)[3:] == ["1 of 2", "2.0 ± 0.0", "45.00 ± 7.07", *["target missed"] * 3]
 
 
 def test_seeds_of_other_commits_or_settings_are_not_averaged(folder, tiny):

@@ -74,8 +74,7 @@ def test_published_curves_give_the_published_figures(page):
     assert reached == {
         "bs128-opt": ("epoch 77", "31.1 min"), "bs1024-warmup-opt": ("epoch 64", "4.8 min"),
         "bs2048-warmup-opt": ("epoch 77", "3.8 min"), "bs512-opt": ("-", ""), "bs1024-opt": ("-", ""),
-        "bs2048-opt": ("-", ""),
-    }  # fmt: skip
+        "bs2048-opt": ("-", "")}  # fmt: skip
     assert [duration(seconds) for seconds in (119.9, 120, 7199, 7200)] == ["119.9 s", "2.0 min", "120.0 min", "2.00 h"]
 
 
@@ -124,14 +123,15 @@ def test_names_are_escaped_and_the_longest_run_sets_the_unit(run, page, tmp_path
     hostile = "<img src=x onerror=hurt()>'\"&amp;"
     shutil.move(run("plain"), tmp_path / "expts" / hostile)
     shutil.copytree(tmp_path / "expts" / hostile, tmp_path / "expts" / os.fsdecode(b"caf\xe9"))
-    curves, points = tmp_path / "curves.json", {"epoch": [1, 2], "acc1/valid": [0.6, 0.5], "loss/valid": [0.5, 9.0]}
-    points |= {"wall_s_since_first_event": [3600, 7200], "wall_s_since_first_epoch_end": [0, 1]}
+    curves, points = tmp_path / "curves.json", {"epoch": [1, 2, 3, 4], "acc1/valid": [0.6, 0.6, 0.5, 0.5]}
+    points |= {"wall_s_since_first_event": [3600, 7200] * 2, "wall_s_since_first_epoch_end": [0, 1, 2, 3]}
+    points["loss/valid"] = [0.25, 0.25, 0.5, 9.0]
     curves.write_text(json.dumps({"runs": {"</script><b>bold": points}}))
     text, tables = page(curves)
     assert '"range":[0,0.75]' in text, "a spike of the loss"
     assert tables["results"][1][3:6] == ["60.00%", "1", "50.00%"], "best, its epoch, last"
     text, tables = page(tmp_path / "expts", curves)
-    assert [1.0, 2.0] in [trace["x"] for trace in traces(text) if trace.get("xaxis") == "x2"], "hours"
+    assert [1.0, 2.0, 1.0, 2.0] in [trace["x"] for trace in traces(text) if trace.get("xaxis") == "x2"], "hours"
     names = ["caf\\udce9", hostile, "</script><b>bold (published)"]
     assert sorted(row[0] for row in tables["results"][1:]) == sorted(names)
     assert not re.search("<img|<b>", without_scripts(text)) and not any("<" in trace["name"] for trace in traces(text))
@@ -170,12 +170,12 @@ def test_damaged_files_are_problems_of_their_run(run, page, tmp_path, capsys):
 def test_a_run_that_began_from_another_runs_checkpoint_has_that_runs_best(run, page):
     metrics = run("later") / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    records = [record for record in records if record["kind"] != "epoch" or record["epoch"] > 1]
+    records = [row | {"seconds": 300} for row in records if row["kind"] != "epoch" or row["epoch"] > 1]
     records[-1] |= {"best_acc1": 0.99, "best_epoch": 1, "images_per_sec": 1234.4}
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     (metrics.parent / "environment.json").write_text('{"device": "GPU", "world_size": 2}')
     row = page(metrics.parent)[1]["results"][1]
-    assert row[2:5] == ["3 of 3", "99.00%", "1"] and row[7:9] == ["1,234", "2 x GPU"]
+    assert row[2:5] == ["3 of 3", "99.00%", "1"] and row[6:9] == ["5.0 min", "1,234", "2 x GPU"]
 
 
 def test_states_and_a_folder_without_a_run(run, page, tmp_path, capsys):
@@ -192,8 +192,7 @@ def test_states_and_a_folder_without_a_run(run, page, tmp_path, capsys):
         text, tables = page(tmp_path / "expts")
         assert {row[0]: row[1:3] for row in tables["results"][1:]} == {
             "going": ["running", "2 of 3"], "done": ["finished", "3 of 3"], "stopped": ["stopped", "2 of 3"],
-            "killed": ["failed", "2 of 3"], "full": ["failed", "2 of 3"],
-        }  # fmt: skip
+            "killed": ["failed", "2 of 3"], "full": ["failed", "2 of 3"]}  # fmt: skip
         assert not any("100.00%" in row for row in tables["results"]), "that end was not the last"
         capsys.readouterr()
         assert runs_tool.main([str(tmp_path / "expts")]) == 0

@@ -17,14 +17,12 @@ def iteration(number, start, length):
     """A step of two ranks on the CPU; the all-reduce overlaps the backward pass and the next iteration."""
     ranges = {
         f"iteration {number}": (0, length), "data": (0, 1000), "zero_grad": (1000, 100),
-        "forward/loss/backward": (1200, length - 2200), "optimizer.step": (length - 900, 800),
-    }  # fmt: skip
+        "forward/loss/backward": (1200, length - 2200), "optimizer.step": (length - 900, 800)}  # fmt: skip
     operators = {
         "aten::copy_": (100, 500), "aten::conv2d": (1200, 1000), "aten::contiguous": (1300, 200),
         "aten::batch_norm": (2200, 300), "autograd::engine::evaluate_function: AddmmBackward0": (2600, 400),
         "aten::mm": (2700, 200), "c10d::allreduce_": (2900, 50), "aten::add_": (length - 800, 600),
-        "aten::mul": (length - 100, 50),
-    }  # fmt: skip
+        "aten::mul": (length - 100, 50)}  # fmt: skip
     rows = [event(name, start + at, duration, "user_annotation") for name, (at, duration) in ranges.items()]
     rows += [event(name, start + at, duration) for name, (at, duration) in operators.items()]
     sums = ((2, 2950, 700), (3, 3100, length - 2600))
@@ -50,8 +48,7 @@ def test_the_median_step_has_its_lanes_in_order(folder):
     assert lanes["operators"] == {
         "copy": [(0.1, 0.5)], "convolution": [(1.2, 1.0)], "layout transpose": [(1.3, 0.2)],
         "batch norm": [(2.2, 0.3)], "matrix product": [(2.6, 0.4), (2.7, 0.2)], "communication": [(2.9, 0.05)],
-        "optimizer": [(5.2, 0.6)], "other": [(5.9, 0.05)],
-    }  # fmt: skip
+        "optimizer": [(5.2, 0.6)], "other": [(5.9, 0.05)]}  # fmt: skip
     assert lanes["backward pass"] == {"range": [(2.6, 0.4)]}
     # the one that began in iteration 2, and the one that ends after iteration 3, are cut
     both = lanes["all-reduces"]["communication"] + lanes["all-reduces, thread 2"]["communication"]

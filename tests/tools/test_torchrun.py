@@ -17,8 +17,7 @@ STOP = "import os, time; time.sleep(1); os.kill(os.getppid(), 15); time.sleep(10
     "in order": ("print('trained')", 0, None),
     "with a message": ("import sys; sys.exit('error: rank 0: no data')", 1, "rank 0 exited with 1"),
     "killed": ("import os; os.kill(os.getpid(), 9)", 1, "rank 0 was ended by SIGKILL"),
-    "of the agent": (STOP, 143, "ended by SIGTERM"),
-}.items())  # fmt: skip
+    "of the agent": (STOP, 143, "ended by SIGTERM")}.items())  # fmt: skip
 def test_the_ranks_message_comes_first_and_then_one_line(tmp_path, end, case):
     program, expected, line = case
     script, file = tmp_path / "program.py", tmp_path / "torchrun.log"

@@ -38,9 +38,7 @@ def other_best(folder, rows):
     (lambda _, rows: [row.update(seconds=1.5, clock_seconds={"train": 1.5}) for row in rows], set()),
     (lambda _, rows: rows[1].update(learning_rate=rows[1]["learning_rate"] + 1e-15), {"metrics.jsonl.0.learning_rate"}),
     (last_bits, {"model.fc.weight", "optimizer.state.0.momentum_buffer", "ranks.0.of_this_rank"}),
-    (other_best, {"model of best.pt.fc.bias"}),
-    (lambda _, rows: rows.pop(), {"metrics.jsonl"}),
-])  # fmt: skip
+    (other_best, {"model of best.pt.fc.bias"}), (lambda _, rows: rows.pop(), {"metrics.jsonl"})])  # fmt: skip
 def test_comparison_finds_each_difference(change, places, finished, folder):
     metrics = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -88,6 +86,9 @@ def test_a_start_that_does_not_resume_is_detected(folder, scripted):
     folder.with_name(f"{folder.name}.status").write_text("3")  # of the start before
     scripted("")
     assert train_and_kill(job, folder, (), random.Random(0)) == ""
+    scripted("raise SystemExit(3)")
+    with pytest.raises(ExpectedError, match="a start ended with status 3"):
+        train_and_kill(job, folder, (), random.Random(0))
 
 
 def test_a_run_is_killed_eight_times_at_most_and_a_difference_is_returned(tmp_path, monkeypatch):

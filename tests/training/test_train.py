@@ -73,6 +73,7 @@ def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, o
     recorded, secret = "TELLTALE-RECORDED", "TELLTALE-SECRET"
     for name, value in {"NCCL_DEBUG": recorded, "AWS_SECRET_ACCESS_KEY": secret, "SLURM_SECRET": secret}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     run(tiny(log_to_tensorboard=True, log_to_screen=False), one_rank, tmp_path)
     assert capsys.readouterr().out == ""
     contents = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -81,21 +82,23 @@ def test_run_folder_holds_the_files_and_no_unlisted_environment_variable(tiny, o
     names = ".lock config.yaml environment.json train.log metrics.jsonl tb_logs checkpoints"
     assert {*os.listdir(tmp_path)} == {*names.split()}
     assert {*os.listdir(tmp_path / "checkpoints")} == {"best.pt", "step-000000004.pt", "step-000000008.pt"}
-    assert json.loads((tmp_path / "environment.json").read_text())["torch"] == str(torch.__version__)
+    facts = {"torch": str(torch.__version__), "threads": 77}
+    assert json.loads((tmp_path / "environment.json").read_text()).items() >= facts.items()
     log = (tmp_path / "train.log").read_text()
     for words in ("Starting Training Loop...", "Epoch: 1, Iteration: 0, Avg img/sec: ", "Time taken for epoch 2 is "):
         assert words in log
 
 
-def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, one_rank, folder):
+def test_a_finished_run_says_so_trains_nothing_and_keeps_its_description(tiny, one_rank, folder, monkeypatch):
     before = {name: (folder / name).read_bytes() for name in ("config.yaml", "environment.json", "metrics.jsonl")}
     again = run(tiny(max_epochs=3, lr=0.5, log_freq=1), one_rank, folder, resume=str(folder))
     assert f"Already finished: best acc1 {100 * again.run.best['acc1']:.2f} %" in (folder / "train.log").read_text()
     assert before == {name: (folder / name).read_bytes() for name in before}
     (end,), rows = read_records(folder, "end"), read_records(folder, "epoch")
     assert [end["last_acc1"], end["last_loss"]] == [rows[-1]["acc1/valid"], rows[-1]["loss/valid"]]
-    arguments, when_saved = Arguments(tiny(max_epochs=3), "tiny", folder, "auto", dry_run=False), Mock()
-    assert train_module.main(arguments, when_saved) == 0 and when_saved.called
+    arguments = Arguments(tiny(max_epochs=3, rank_timeout_seconds=77), "tiny", folder, "auto", dry_run=False)
+    monkeypatch.setattr(train_module, "run_ranks", ranks := Mock(wraps=train_module.run_ranks))
+    assert (train_module.main(arguments, saved := Mock()), *ranks.call_args.args[1:]) == (0, "cpu", 77) and saved.called
     (folder / "checkpoints/best.pt").unlink()
     assert "the best weights are lost" in run(tiny(max_epochs=3), one_rank, folder).run.summarise(True)
 
@@ -153,7 +156,11 @@ def test_other_data_or_other_epochs_are_refused(tiny, one_rank, folder):
         trainer.run.data["class_names"] = [name, *names[1:]]
         with pytest.raises(CheckpointError, match=rf'{refused}class_names \["{saved}".* -> \["{name}".*{remark}\n'):
             trainer.train()
+    real = {"dataset": "cifar100", "num_classes": 100, "data_loader": "synthetic"}
+    run(tiny(**real, max_epochs=1), one_rank, folder.parent / "real")
     unused = {"cifar100_mean": (0.5, 0.5, 0.5)}
+    with pytest.raises(CheckpointError, match=f"{refused}mean "):
+        run(tiny(**real | unused), one_rank, folder.parent / "real", resume=f"{folder.parent}/real")
     assert run(tiny(max_epochs=4, **unused), one_rank, folder, resume=str(folder)).run.epoch == 4
 
 
