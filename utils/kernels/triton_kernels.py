@@ -18,7 +18,7 @@ MAX_PARTS = 512  # programs that share the rows of a sum: a few per multiprocess
 
 
 @triton.jit
-def _tile(first_row, last_row, channels, column, rows: tl.constexpr, columns: tl.constexpr):
+def _tile(first_row, last_row, channels, column, rows: tl.constexpr):
     """Return the addresses of a tile and the mask of those inside the matrix."""
     row = first_row + tl.arange(0, rows)
     address = row.to(tl.int64)[:, None] * channels + column[None, :]
@@ -44,7 +44,7 @@ def _sum_x(x, shift, parts, pixels, channels, part_pixels, rows: tl.constexpr, c
     total, squares = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
     end = tl.minimum((part + 1) * part_pixels, pixels)
     for first in range(part * part_pixels, end, rows):
-        address, mask = _tile(first, end, channels, column, rows, columns)
+        address, mask = _tile(first, end, channels, column, rows)
         centred = tl.where(mask, tl.load(x + address, mask, 0.0).to(tl.float32) - start[None, :], 0.0)
         total += tl.sum(centred, 0)
         squares += tl.sum(centred * centred, 0)
@@ -80,7 +80,7 @@ def _apply(
     added: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * columns + tl.arange(0, columns)
-    address, mask = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
+    address, mask = _tile(tl.program_id(0) * rows, pixels, channels, column, rows)
     _, z = _normalised(x, address, mask, mean, invstd, weight, bias, column, column < channels)
     if added:
         z += tl.load(shortcut + address, mask, 0.0).to(tl.float32)
@@ -99,7 +99,7 @@ def _sum_gradient(
     grad_bias, grad_weight = tl.zeros([columns], tl.float32), tl.zeros([columns], tl.float32)
     end = tl.minimum((part + 1) * part_pixels, pixels)
     for first in range(part * part_pixels, end, rows):
-        address, mask = _tile(first, end, channels, column, rows, columns)
+        address, mask = _tile(first, end, channels, column, rows)
         scaled, z = _normalised(x, address, mask, mean, invstd, weight, bias, column, valid)
         if added:
             z = tl.load(out + address, mask, 0.0).to(tl.float32)
@@ -120,7 +120,7 @@ def _apply_gradient(
     """Write the gradient of x; `masked`: `gradient` already contains ReLU's mask."""
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     valid = column < channels
-    address, mask = _tile(tl.program_id(0) * rows, pixels, channels, column, rows, columns)
+    address, mask = _tile(tl.program_id(0) * rows, pixels, channels, column, rows)
     scaled, z = _normalised(x, address, mask, mean, invstd, weight, bias, column, valid)
     passed = tl.load(gradient + address, mask, 0.0).to(tl.float32)
     if not masked:
