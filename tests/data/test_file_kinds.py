@@ -13,6 +13,7 @@ from torchvision.datasets.folder import pil_loader
 
 from tests.tiny_shards import DALI, encode, picture
 from utils.data.build import build_loaders, open_dataset
+from utils.data.dali import encode_for_dali
 from utils.data.datasets.image_files import decode_image
 
 SIZE = 32
@@ -130,8 +131,13 @@ def test_of_an_elongated_image_the_centre_is_read():
     """20,000 pixels in a row or column would be resized to 5 million in 256 rows or columns."""
     strip = Image.new("RGB", (20_000, 1))
     strip.paste((255, 0, 0), (9_000, 0, 11_000, 1))
+    assert encode_for_dali(JPEG)[0].tobytes() == JPEG
+    with pytest.raises(OSError, match="truncated"):
+        encode_for_dali(JPEG[:MIDDLE])
     for image, size in ((strip, (16, 1)), (strip.rotate(90, expand=True), (1, 16))):
         decoded = decode_image(encode("PNG", image))
         assert decoded.size == size and (np.asarray(decoded) == (255, 0, 0)).all()
+        content, *shape = encode_for_dali(encode("PNG", image))
+        assert shape == [*size[::-1]] and np.array_equal(decode_image(content.tobytes()), decoded)
     for side in (96, 98):  # 16 to 1 and a little more
         assert decode_image(encode("PNG", strip.resize((side, 6)))).size == (96, 6)

@@ -312,6 +312,7 @@ def test_data_that_do_not_fit_the_configuration(config):
         ("num_classes=3", "imagefolder", {"num_classes": 10}),
         ("exceeds the 24 training", "imagefolder", {"batch_size": 25}),
         ("rnd_resized_crop needs", "imagenet", {"data_loader": "device"}),
+        ("rnd_resized_crop needs", "shapes", {"num_classes": 10, "rnd_resized_crop": True}),
     ):
         with pytest.raises(ConfigError, match=problem):
             build(config(dataset, **changes))

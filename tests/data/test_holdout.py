@@ -66,12 +66,6 @@ def test_shared_batches_are_the_batches_of_the_rank_with_the_fewest(training, li
         assert not training or len(plans[0]) == min(num_samples // 12, limit or num_samples)
 
 
-def train(config, world, folder):
-    """Train, and return the last record of each kind."""
-    run(config, world, folder)
-    return last_records(folder)
-
-
 def last_records(folder):
     return {record["kind"]: record for record in read_records(folder)}
 
@@ -88,7 +82,7 @@ def on_evaluation(monkeypatch, action):
 def test_the_test_images_are_read_once_at_the_end_and_evaluate_reads_them_again(tiny, one_rank, tmp_path, monkeypatch):
     asked = []
     on_evaluation(monkeypatch, lambda trainer, name: asked.append(name))
-    last = train(tiny(**HELD), one_rank, tmp_path / "run")
+    last = last_records(run(tiny(**HELD), one_rank, tmp_path / "run").run.folder)
     assert asked == ["validation", "validation", "test"]
     assert (last["epoch"]["images/valid"], last["end"]["test_images"]) == (500, 2_000)
     assert last["end"]["clock_seconds"]["test"] > 0  # which is no training time
@@ -109,15 +103,15 @@ def test_without_held_out_images_nothing_is_tested(finished, capsys):
 
 def test_a_run_stopped_in_the_test_resumes_to_the_same_figures(tiny, one_rank, tmp_path, monkeypatch):
     config = tiny(**HELD, stop_at_accuracy=0.01)  # reached in the first of two epochs
-    whole = train(config, one_rank, tmp_path / "whole")
+    whole = last_records(run(config, one_rank, tmp_path / "whole").run.folder)
 
     def stop_in_the_test(trainer, name):
         trainer.requests.signal = signal.SIGUSR1 if name == "test" else 0
 
     with monkeypatch.context() as patch, pytest.raises(Stopped, match="after its last batch"):
         on_evaluation(patch, stop_in_the_test)
-        train(config, one_rank, tmp_path / "parts")
+        run(config, one_rank, tmp_path / "parts")
     assert "end" not in last_records(tmp_path / "parts")
-    parts = train(config, one_rank, tmp_path / "parts")
+    parts = last_records(run(config, one_rank, tmp_path / "parts").run.folder)
     for kind in ("epoch", "end"):
         assert without_times([parts[kind]]) == without_times([whole[kind]])

@@ -9,7 +9,7 @@ from utils.data.augment import STREAM_CUTMIX, BatchMix, beta_quantile, sample_mi
 from utils.data.config import AugmentationConfig
 from utils.data.sampling import Sampler, epoch_order, uniform
 from utils.errors import ConfigError
-from utils.training.batches import training_batches
+from utils.training.batches import resize, training_batches
 
 NUM_IMAGES, BATCH, CLASSES, SIZE = 60, 24, 7, 16
 CONFIGS = {
@@ -108,10 +108,12 @@ def test_an_odd_batch_cannot_be_paired(tiny):
 
 
 def test_batches_of_a_training_are_mixed(tiny, one_rank):
-    trainer = Trainer(tiny(cutout_size=8, mixup_alpha=0.2, cutmix_alpha=1.0), one_rank)
+    sizes = [[16, 1.0]]  # of all epochs
+    trainer = Trainer(tiny(cutout_size=8, mixup_alpha=0.2, cutmix_alpha=1.0, progressive_image_sizes=sizes), one_rank)
     learner, loader = trainer.learner, trainer.loaders.train
     mixed = list(training_batches(learner, loader, trainer.mix, trainer.watch.batches, epoch=1, first_batch=2))
     loader.set_epoch(1, 2)
     for (number, batch), plain in zip(mixed, loader, strict=True):
-        torch.testing.assert_close(batch, trainer.mix(*plain, 1, number), rtol=0, atol=0)
-        assert not torch.equal(batch[0], plain[0])
+        images, targets = trainer.mix(*plain, 1, number)
+        torch.testing.assert_close(batch, (resize(images, 16), targets), rtol=0, atol=0)
+        assert not torch.equal(images, plain[0])

@@ -20,7 +20,7 @@ from models import build_model
     ("vgg16_bn", "7x7", 10, 14_728_266),  # as in pytorch-cifar
     ("vgg16", "imagenet", 1000, 138_357_544),  # this and the following: torchvision's documentation
     ("resnet50", "imagenet", 1000, 25_557_032),
-    ("alexnet", "imagenet", 1000, 61_100_840),
+    ("alexnet", "imagenet", 10, 57_044_810),  # with 1000 classes 61,100,840
 ])  # fmt: skip
 def test_number_of_parameters(tiny, model, stem, num_classes, parameters):
     width = 4 if model in ("resnet9", "airbench", "airbench96") else 1
@@ -54,6 +54,7 @@ def test_torchvisions_resnets_are_initialised_as_their_papers_say(tiny, model, s
     a block's output is the ReLU of its shortcut; block 1 of layer1 has the shortcut without a convolution."""
     torch.manual_seed(0)
     network = build_model(tiny(model=model, stem=stem, zero_init_residual=True))
+    assert network.conv1(torch.randn(2, 3, 32, 32)).shape == (2, 64, 32, 32)
     assert network.conv1.weight.std().item() == pytest.approx((2 / (64 * int(stem[0]) ** 2)) ** 0.5, rel=0.05)
     block = network.layer1[1]
     features = torch.randn(2, block.conv1.in_channels, 4, 4)

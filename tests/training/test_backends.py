@@ -1,5 +1,6 @@
 """Process-wide switches: the note of `deterministic`, and that its runs are bitwise equal."""
 
+import os
 import shutil
 
 import pytest
@@ -18,7 +19,7 @@ def test_deterministic_is_noted_and_disables_cudnn_benchmark(tiny):
     assert both == f"{plain}, and without cudnn_benchmark"
     prepare_backends(config, plan_on(config, "cuda"))
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
-    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.parametrize(("opts", "limit"), [(["fused_optimizer", "cudnn_benchmark/3"], 3), (True, 10)])

@@ -42,14 +42,15 @@ def test_the_memory_estimate_counts_the_activations_that_autograd_keeps(tiny, on
 
 def test_a_dry_run_describes_and_writes_nothing(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("utils.training.checks.dry_run.activation_bytes_per_image", lambda *_: 10**9)
-    schedule = {"lr": 0.4, "lr_schedule": [2], "lr_decay_factor": 0.1, "max_epochs": 3, "micro_batch_size": 8}
-    config = tiny("bs2048-warmup-opt", batch_size=32, **schedule)  # 4 steps an epoch, the first epoch a warm-up
+    schedule = {"lr": 0.1, "lr_schedule": [2], "lr_decay_factor": 0.1, "max_epochs": 3, "lr_scale_rule": "linear/8"}
+    config = tiny("bs2048-warmup-opt", batch_size=32, micro_batch_size=8, **schedule)
     assert train.main(Arguments(config, "tiny", tmp_path / "run", "auto", dry_run=True)) == 0
     said = capsys.readouterr().out
-    assert all(words in said for words in ("78,042 parameters", "128 in 4 steps per epoch", "activations 8.00 GB"))
+    for words in ("78,042 parameters", "128 in 4 steps per epoch", " 8.00 GB per rank", "activations 8.00 GB"):
+        assert words in said
     rates = said.partition("learning rate    schedule [2]\n")[2].splitlines()
     corners = [(int(line.split()[1]), float(line.split()[2])) for line in rates]
-    assert corners == [(0, 0.4), (3, 0.4), (4, 0.4), (7, 0.4), (8, 0.04), (11, 0.04)]
+    assert corners == [(0, 0.4), (3, 0.4), (4, 0.4), (7, 0.4), (8, 0.04), (11, 0.04)]  # 4 steps an epoch
     assert not (tmp_path / "run").exists()
 
 

@@ -36,6 +36,8 @@ def test_averages_are_per_image_for_any_division_into_batches_and_log_points(one
     assert average["acc1"] == pytest.approx((outputs.argmax(1) == targets).float().mean().item())
     assert average["images"] == 12 and [window["images"] for window in windows] == [7, 1, 4]
     assert sum(window["loss"] * window["images"] for window in windows) / 12 == pytest.approx(average["loss"])
+    sums.reset(), sums.add(torch.ones(()), outputs, targets)  # in the next epoch
+    assert sums.average_since_last(one_rank) == {"loss": 1, "acc1": average["acc1"], "images": 12}
 
 
 @pytest.mark.parametrize(("mixed", "not_finite"), [(False, math.inf), (True, math.nan)])
@@ -57,8 +59,7 @@ def test_sums_are_bitwise_equal_to_simple_operations(one_rank, mixed, not_finite
 
 
 def make_logger(folder, **changes):
-    logger = RunLogger(folder, **{"enabled": True, "to_screen": False} | changes)
-    return logger.open()
+    return RunLogger(folder, **{"enabled": True, "to_screen": False} | changes).open()
 
 
 def test_lines_reach_a_pipe_and_the_log_file_once_from_the_main_rank(tmp_path, capsys):

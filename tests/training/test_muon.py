@@ -17,14 +17,14 @@ RATES = [0.01, 0.02, 0.01]
 SHAPES = {"convolution": (8, 4, 3, 3), "same shape": (8, 4, 3, 3), "tall": (30, 2, 3, 3), "head": (5, 8), "norm": (8,)}
 
 
-def trained(optimizer, parameters):
-    """Return the parameters after a step at each of RATES, with random gradients that are the same in each call."""
+def trained(optimizer, parameters, number=float):
+    """Return the parameters after a step at each of RATES as `number`, with the same random gradients in each call."""
     rng = np.random.default_rng(3)
     for rate in RATES:
         for parameter, shape in zip(parameters, SHAPES.values(), strict=True):
             parameter.grad = torch.from_numpy(rng.normal(size=shape).astype(np.float32)).view(parameter.shape)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = number(rate)
         optimizer.step()
     return [parameter.detach() for parameter in parameters]
 
@@ -58,8 +58,10 @@ def start():
 def test_convolutions_train_as_pytorchs_muon_and_others_as_its_adamw(tiny, nesterov, decay_vectors, name, steps):
     options = {"lr": 0.01, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
     parameters = start()
-    optimizer = build_optimizer(tiny(optimizer=name, weight_decay_bn_bias=decay_vectors, **options), parameters)
-    ours = trained(optimizer, parameters)
+    config = tiny(optimizer=name, weight_decay_bn_bias=decay_vectors, **options)
+    ours = trained(build_optimizer(config, parameters), parameters)
+    others = start()  # with a rate on the device, as in a CUDA graph
+    torch.testing.assert_close(trained(build_optimizer(config, others[:3]), others, torch.tensor)[:3], ours[:3])
 
     theirs = [nn.Parameter(p.detach().flatten(1) if p.ndim > 2 else p.detach()) for p in start()]
     theirs_muon = torch.optim.Muon(theirs[:3], **options, ns_steps=steps, adjust_lr_fn="match_rms_adamw")

@@ -32,10 +32,13 @@ def network(num_classes):
     layers = [nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(8, num_classes))
 
-def frozen(num_classes):
-    model = Frozen(num_classes)
-    model.register_buffer("unknown", torch.tensor([0.0, torch.nan]), persistent=False)  # constant, though NaN != NaN
+def with_buffer(model, name, value, persistent=False):
+    model.register_buffer(name, value, persistent)
     return model
+
+frozen = lambda num_classes: with_buffer(Frozen(num_classes), "constant", torch.tensor([0, torch.nan]))  # NaN != NaN
+unsaved = lambda num_classes: with_buffer(counts(num_classes), "mean", torch.ones(()))
+complex_buffer = lambda num_classes: with_buffer(network(num_classes), "phase", torch.tensor(1j), persistent=True)
 
 class Counts(nn.Sequential):
     def __init__(self, mean, *layers):
@@ -53,16 +56,6 @@ def counts(num_classes):
     shared = nn.Linear(8, 8)
     shared.computed = shared.weight * 2  # as the weight of the old torch.nn.utils.weight_norm
     return Counts(torch.ones(()), *network(num_classes)[:-1], shared, shared, nn.Dropout(), nn.Linear(8, num_classes))
-
-def unsaved(num_classes):
-    model = counts(num_classes)
-    model.register_buffer("mean", torch.ones(()), persistent=False)
-    return model
-
-def complex_buffer(num_classes):
-    model = network(num_classes)
-    model.register_buffer("phase", torch.ones((), dtype=torch.complex64))
-    return model
 
 def unused(num_classes):
     model = network(num_classes)
@@ -99,15 +92,14 @@ def arrays(data_path, seed=0, count=400):
 def files(data_path):
     given = arrays(data_path, count=320)
     lists = {}
-    for name in ("train", "valid"):
+    for name, folder in ("train", ""), ("valid", f"{data_path}/"):
         images, labels = given[name]
         for number, image in enumerate(np.asarray(images)):
             Image.fromarray(image.transpose(1, 2, 0)).save(data_path / f"{name}{number}.png")
-        lists[name] = ([f"{name}{number}.png" for number in range(len(labels))], labels)
+        lists[name] = ([f"{folder}{name}{number}.png" for number in range(len(labels))], labels)
     return given | lists | {"mean": [0, 0.5, 0.5], "std": (0.2, 0.2, 0.2)}
 
-def no_data(data_path):
-    return open(data_path / "nowhere.npy").read()
+no_data = lambda data_path: open(data_path / "nowhere.npy").read()
 
 class Counted(torch.optim.RMSprop):
     def step(self, closure=None):
@@ -118,8 +110,7 @@ class Counted(torch.optim.RMSprop):
 def counted(params, lr, weight_decay, momentum):
     return Counted([group | {"count": 0} for group in params], lr=lr, weight_decay=weight_decay, momentum=momentum)
 
-def no_optimizer(params, lr, weight_decay, momentum):
-    return lr
+no_optimizer = lambda params, lr, weight_decay, momentum: lr
 """
 OWN = {"dataset": "of_mine:arrays", "num_classes": 4, "rnd_rotation_angle": 0, "limit_valid_batches": None}
 
@@ -269,7 +260,8 @@ def test_every_loader_takes_own_data(tiny, one_rank, code, loader, function):
         pytest.importorskip("nvidia.dali", reason="DALI is not installed")
     changes = {"dataset": f"of_mine:{function}", "data_path": str(code), "data_loader": loader}
     config = tiny(**OWN | changes, rnd_crop_padding=0, rnd_horizontal_flip=False, limit_train_batches=None)
-    loaders = build_loaders(config, open_dataset(config, one_rank), one_rank)
+    loaders = build_loaders(config, dataset := open_dataset(config, one_rank), one_rank)
+    assert function == "arrays" or dataset.valid.names[0] == b"valid0.png", "not relative: the folder could not move"
     side = 20 if function == "arrays" else 16
     assert next(iter(loaders.train))[0].shape[1:] == (3, 16, side)
     assert loaders.valid.normalise.std == ((0.3,) * 3 if function == "arrays" else (0.2,) * 3)
@@ -317,7 +309,7 @@ def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, 
     assert status == 3
     assert "dataset of_mine:no_data: FileNotFoundError: " in error
     line = CODE[: CODE.index("nowhere.npy")].count("\n") + 1
-    assert error.endswith(f'of_mine.py:{line}: return open(data_path / "nowhere.npy").read()\n')
+    assert error.endswith(f'of_mine.py:{line}: no_data = lambda data_path: open(data_path / "nowhere.npy").read()\n')
     finding = machine.check_data(config)
     assert finding.level == "fail" and "of_mine.py" in finding.remedy
 

@@ -40,6 +40,7 @@ ON_CPU = "needs a CUDA device, this run is on cpu"
     ({"parallel": "no_communication"}, "cuda", 1, "no_communication compares several ranks"),
     (CHECKED, "cuda", 1, "needs deterministic true"),
     ({"enable_amp": True, "amp_dtype": "fp16"}, "cpu", 1, f"amp_dtype fp16 {ON_CPU}"),
+    ({"opt_level": "O3", "fuse_norm_relu": True, "enable_nhwc": True}, "cpu", 1, "needs BatchNorm in float32 on a CPU"),
     ({"opt_level": "O3", "loss_scale": 128}, "cuda", 1, r"loss_scale 128\.0 with opt_level O3: PyTorch does not"),
     # in fp16, weights of resnet8 went from 1 to 1213 and 80 in two steps; in bf16 to 1.02
     (O3 | {"optimizer": "adamw"}, "cuda", 1, "optimizer adamw with opt_level O3 needs amp_dtype bf16"),

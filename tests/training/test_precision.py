@@ -83,8 +83,9 @@ def test_enable_tf32_sets_the_backends(tiny, enabled):
     config = tiny(enable_tf32=enabled)
     prepare_backends(config, plan_on(config))
     assert torch.backends.cudnn.allow_tf32 == torch.backends.cuda.matmul.allow_tf32 == enabled
-    for level, expected in (("O0", "tf32" if enabled else "float32"), ("O1", "fp16")):
-        assert choose_precision(tiny(enable_tf32=enabled, opt_level=level), CUDA).number_format == expected
+    for level, formats in (("O0", ["float32", "tf32" if enabled else "float32"]), ("O1", ["bf16", "fp16"])):
+        chosen = [choose_precision(tiny(enable_tf32=enabled, opt_level=level), device) for device in (CPU, CUDA)]
+        assert [precision.number_format for precision in chosen] == formats
     assert plan_on(config).notes == (("enable_tf32: no effect on a CPU",) if enabled else ())
     prepare_backends(tiny(), plan_on(tiny()))
 
@@ -185,11 +186,10 @@ def test_o2_in_bf16_is_bitwise_equal_to_o1(tiny, one_rank, layout):
 def test_auto_disables_bf16_without_kernels_for_it(tiny, monkeypatch):
     monkeypatch.setattr(plan_module, "has_bf16_kernels", lambda: False)
     monkeypatch.setattr(plan_module, "gpu_has_bf16", lambda: False)
-    for changes in ({"enable_amp": "auto"}, {"enable_amp": "auto", "amp_dtype": "bf16"}, {"enable_amp": True}):
-        found = str(choose_precision(tiny(**changes), CPU))
-        assert found.startswith("float32: enable_amp has no effect, this processor has no bf16 kernels")
-    for changes in ({"enable_amp": True, "amp_dtype": "bf16"}, {"opt_level": "O1"}):
-        assert str(choose_precision(tiny(**changes), CPU)) == AUTOCAST
-    found = str(choose_precision(tiny(enable_amp="auto", amp_dtype="bf16"), CUDA))
-    assert found.startswith("float32: enable_amp has no effect, this GPU has no bf16 kernels")
-    assert str(choose_precision(tiny(enable_amp="auto"), CUDA)) == SCALED
+    auto, true, bf16 = {"enable_amp": "auto"}, {"enable_amp": True}, {"amp_dtype": "bf16"}
+    none = "float32: enable_amp has no effect, this {} has no bf16 kernels; amp_dtype=bf16 with true forces it".format
+    for device, expected, *settings in (
+        (CPU, none("processor"), auto, auto | bf16, true), (CPU, AUTOCAST, true | bf16, {"opt_level": "O1"}),
+        (CUDA, none("GPU"), auto | bf16), (CUDA, SCALED, auto),
+    ):  # fmt: skip
+        assert [str(choose_precision(tiny(**changes), device)) for changes in settings] == [expected] * len(settings)

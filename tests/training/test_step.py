@@ -23,6 +23,7 @@ from utils.kernels.weight_products import ProductConv2d
 from utils.kernels.winograd import WinogradConv2d
 from utils.program import missing_compiler
 from utils.run.logger import RunLogger
+from utils.training.batches import prefetch
 from utils.training.metrics.flops import flops_per_image
 from utils.training.optimizers.build import build_optimizer, set_learning_rate
 from utils.training.step import GraphedUpdate
@@ -46,6 +47,7 @@ SWITCHES = {
     **(COMPILED_KERNELS if HAS_COMPILER else {}),
     "accumulation": {"micro_batch_size": 16},
 }
+OWN_LAYERS = {"stem": 1, "fused norm": 3, "conv products": 8, "conv winograd": 4}  # in resnet8, by switch
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +57,7 @@ def kernels_in_small_networks(monkeypatch):
     monkeypatch.setattr("utils.kernels.winograd.MIN_CHANNEL_PAIRS", 200)
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"), {"stem": 1, "fused norm": 3, "conv products": 8, "conv winograd": 4}.items()
-)
+@pytest.mark.parametrize(("name", "layers"), OWN_LAYERS.items())
 def test_training_continues_with_and_without_our_own_layers(tiny, one_rank, name, layers):
     if name not in SWITCHES:
         pytest.skip("no C++ compiler")
@@ -219,6 +219,15 @@ def test_a_graph_is_captured_after_11_steps_of_each_image_size_and_replays_on_th
             assert graphed.replays(images) is (number > 11)
             graphed(images, labels)
     assert replayed == [1111, 1212, 1313] * 2 and update.call_count == 2 * 12 and cuda.CUDAGraph.call_count == 2
+    assert cuda.Stream().wait_stream.call_count == cuda.current_stream().wait_stream.call_count == 2 * 11
+
+
+def test_prefetched_batches_are_waited_for_and_keep_their_memory(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", cuda := MagicMock())
+    batches = [(MagicMock(), MagicMock()) for _ in range(3)]
+    for number, batch in enumerate(prefetch(MagicMock(), iter(batches), torch.device("meta"))):
+        assert batch is batches[number] and cuda.current_stream().wait_stream.call_count == number + 1
+        assert all(tensor.record_stream.called for tensor in batch)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from utils.config import load_config
 from utils.training.validation import validate
 
 
-def test_on_the_same_batches_its_weights_equal_those_of_train_py(tiny, one_rank, monkeypatch):
+def test_on_the_same_batches_its_weights_equal_those_of_train_py(tiny, one_rank, monkeypatch, capsys):
     """Bitwise, over an epoch of training, its validation, and a cut of the learning rate."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     config = tiny("bs128")
@@ -40,6 +40,9 @@ def test_on_the_same_batches_its_weights_equal_those_of_train_py(tiny, one_rank,
     assert list(learner.model.state_dict()) == list(simple.model.state_dict())
     for name, value in learner.model.state_dict().items():
         assert torch.equal(value, simple.model.state_dict()[name]), name
+    simple.train_one_epoch, simple.validate_one_epoch = lambda _: 1.0, lambda _: (1.5, 0.25)
+    simple.train((), (), 1)  # the plateau observes the validation
+    assert simple.scheduler.best == 1.5 and "train loss 1.0000, valid loss 1.5000" in capsys.readouterr().out
 
 
 def test_its_settings_equal_those_of_the_block(monkeypatch):

@@ -24,6 +24,7 @@ MODES = {
     "recipe": RECIPE,
     "fused, O2, scaled": {"opt_level": "O2", "loss_scale": 128, "enable_extra_opts": ["fused_optimizer"]},
     "autocast": {"enable_amp": True, "amp_dtype": "bf16", "loss_scale": "dynamic"},
+    "overflow": {"loss_scale": 3e38, "lr": 1000},  # steps are skipped
 }
 COMPILED = pytest.param({"enable_compile": True}, id="compiled", marks=pytest.mark.slow)
 
@@ -32,8 +33,8 @@ def some_steps(learner, trainer, number):
     """Return a copy of the state after some steps that `trainer`, the learner or its verifier, trains."""
     for images, labels in itertools.islice(random_batches(learner, World(0, 0, 1, torch.device("cpu"))), number):
         trainer.train_step(images, labels)
-    everything = shared_tensors(learner) | own_tensors(learner)
-    everything |= learner.model.state_dict() | learner.loss_scaler.tensors()
+    everything = shared_tensors(learner) | own_tensors(learner) | learner.model.state_dict()
+    everything["scaler"] = torch.tensor([*learner.loss_scaler.state_dict().values()])
     return {name: tensor.detach().clone() for name, tensor in everything.items()}
 
 
@@ -106,6 +107,7 @@ def test_checked_steps_give_the_same_result_as_unchecked_ones(tiny, one_rank, ch
     assert any(name.startswith("average ") for name in checked) is ("ema_decay" in changes)
     assert [name for name in checked if not torch.equal(checked[name], unchecked[name])] == []
     assert verifier.checked == learner.steps == 4
+    assert bool(learner.loss_scaler.skipped) is (changes is MODES["overflow"])
 
 
 @pytest.mark.parametrize("name", ["accumulation, adamw", "fused, O2, scaled"])
