@@ -88,8 +88,9 @@ def open_trained(path: Path, settings: list[str]) -> Trained:
         config = Config(**state["config"])
     except ValidationError as error:
         (first, *_) = error.errors()
-        wrong = f"its configuration is of another version: {': '.join([*map(str, first['loc'][:1]), first['msg']])!r}"
-        raise CheckpointError(f"{found}: {wrong}; use that version") from None
+        wrong = ": ".join([*map(str, first["loc"][:1]), first["msg"]])  # with the key, if it is about one
+        why = f"its configuration is of another version: {wrong!r}"
+        raise CheckpointError(f"{found}: {why}; use that version") from None
     changed = override(config, settings)
     for key in (*Config.keys_with(KeyFlag.FIXED_ON_RESUME), "ema_decay"):  # without which the average is not loaded
         if getattr(changed, key) != getattr(config, key):

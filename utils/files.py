@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, locks, and reading of regular files only."""
+"""Atomic writes of files and folders, locks, and readers of regular files and of JSON lines."""
 
 import errno
 import fcntl

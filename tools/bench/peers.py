@@ -20,7 +20,7 @@ from tools.bench.common import Fed, OurStep, alone, endless
 from tools.common import print_table
 from utils.base_config import as_yaml
 from utils.config import Config
-from utils.data.build import open_dataset
+from utils.data.build import build_loaders, open_dataset
 from utils.data.datasets.dataset import Dataset
 from utils.distributed.world import World
 from utils.environment import device_name
@@ -139,7 +139,7 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return build_optimizer(config, self.model.parameters(), fused=plan.fused_optimizer)
 
-    fed = Fed(config, plan, lambda *_: None, warmup, iters, dataset)
+    loader = build_loaders(config, dataset, alone(config)).train
     mixed = "bf16-mixed" if plan.precision.loss_scale is None else "16-mixed"
     precision: Any = "32-true" if plan.precision.level == "O0" else mixed
 
@@ -149,7 +149,7 @@ def lightning_case(config: Config, warmup: int, iters: int) -> common.Case:
             barebones=True, max_steps=warmup + iters, max_epochs=-1, devices=1,
             precision=precision, accelerator=device.type,
         )  # fmt: skip
-        trainer.fit(module, prefetch(plan, endless(fed.loader), device))
+        trainer.fit(module, prefetch(plan, endless(loader), device))
         return {"full": iters * config.batch_size / (module.ended - module.started)}
 
     return trial

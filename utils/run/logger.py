@@ -110,11 +110,11 @@ class RunLogger(AbstractContextManager["RunLogger"]):
         self, epoch: int, iteration: int, step: int, values: dict[str, float], left: float | None, images: Tensor
     ) -> None:
         """Record a log point, with the tutorial's line. `left`: seconds to the end of the run, if known."""
-        rate, loss, self._left = significant(values["images_per_sec"]), values["loss"], time_left(left)
-        learning_rate = significant(values["learning_rate"])
+        self._left = time_left(left)
+        rate, learning_rate = significant(values["images_per_sec"]), significant(values["learning_rate"])
         self.say(f"Epoch: {epoch}, Iteration: {iteration}, Avg img/sec: {rate}", above_bar=False)
-        self.say(f"step {step}  loss {loss:.4f}  lr {learning_rate}{self._left}", above_bar=False)
-        self._info = f"  loss {loss:.3f}  {rate} images/s"
+        self.say(f"step {step}  loss {values['loss']:.4f}  lr {learning_rate}{self._left}", above_bar=False)
+        self._info = f"  loss {values['loss']:.3f}  {rate} images/s"
         self._record("step", epoch=epoch, step=step, **values)
         self.show(lambda board: board.add_images(images, epoch))
 
