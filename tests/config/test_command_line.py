@@ -56,8 +56,7 @@ def test_questions_are_answered_without_torch(option):
     command = [sys.executable, "-X", "importtime", "train.py", option]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     imported = re.findall(r"\| +([\w.]+)$", answer.stderr, re.MULTILINE)
-    assert answer.returncode == 0
-    assert "utils.config.command_line" in imported
+    assert answer.returncode == 0 and "utils.config.command_line" in imported
     assert not [name for name in imported if name.split(".")[0] in ("torch", "torchvision", "numpy")]
     # stderr holds only the import times
     assert [line for line in answer.stderr.splitlines() if not line.startswith("import time:")] == []

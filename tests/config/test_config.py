@@ -95,8 +95,7 @@ def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(key, text, value,
     path.write_text(f"x:\n  {key}: {text}\n", encoding="utf-8")
     from_file = getattr(load_config(path, "x"), key)
     from_override = getattr(override(Config(), [f"{key}={text}"]), key)
-    assert from_file == from_override == value
-    assert type(from_file) is type(from_override) is type(value)
+    assert from_file == from_override == value and type(from_file) is type(from_override) is type(value)
 
 
 @pytest.mark.parametrize("text", ["é", "😀", 'a "b" \\c', "/data/set #2", "a\x7f\x85\u2028b", "2024", "1e5", "null",

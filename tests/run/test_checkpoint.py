@@ -76,7 +76,7 @@ def test_damaged_anywhere_it_is_skipped_and_reported(saved, damage):
         assert complaints == [f"{newest}: is damaged or not a checkpoint of this program ({len(damaged)} bytes)"], seed
 
 
-@pytest.mark.parametrize("failures", [2, 9])
+@pytest.mark.parametrize("failures", [3, 9])
 def test_one_that_cannot_be_read_is_tried_again_before_an_older_one_is_used(saved, monkeypatch, failures):
     newest, older = list_checkpoints(saved)[:2]
     read, fails = Path.read_bytes, [True] * failures
@@ -91,14 +91,13 @@ def test_one_that_cannot_be_read_is_tried_again_before_an_older_one_is_used(save
     monkeypatch.setattr(checkpoint.time, "sleep", lambda _: None)
     path, _, complaints = newest_good(saved)
     skipped = [f"{newest}: the checkpoint cannot be read: Stale file handle"]
-    assert (path, complaints) == ((newest, []) if failures == 2 else (older, skipped))
+    assert (path, complaints) == ((newest, []) if failures == 3 else (older, skipped))
 
 
 def test_the_log_names_skipped_checkpoints_and_lost_best_weights(resume, saved):
     for path in (newest := list_checkpoints(saved)[0]), saved / "best.pt":
         path.write_bytes(path.read_bytes()[:-1])
-    best = read_checkpoint(saved / "step-000000008.pt")["best"]["epoch"]
-    opened = resume()
+    best, opened = read_checkpoint(saved / "step-000000008.pt")["best"]["epoch"], resume()
     assert [line.partition(" (")[0] for line in resume.lines()] == [
         f"Skipped: {newest}: is damaged or not a checkpoint of this program",
         f"Skipped: {saved / 'best.pt'}: is damaged or not a checkpoint of this program",
@@ -209,7 +208,8 @@ def test_a_best_accuracy_over_another_validation_set_is_no_longer_the_best(tiny,
     assert read_checkpoint(path.with_name("best.pt"))["epoch"] == 2
     line = "Validation has changed (images 30 -> 200): 100.00% of epoch 1 cannot be compared"
     assert line in (tmp_path / "train.log").read_text()
-    run(few.model_copy(update={"max_epochs": 2}), one_rank, tmp_path, str(tmp_path))  # nothing to train: the best stays
+    for epochs in (2, 1):  # nothing is left to train: the best stays
+        run(few.model_copy(update={"max_epochs": epochs}), one_rank, tmp_path, resume=str(tmp_path))
     assert read_checkpoint(path.with_name("best.pt"))["epoch"] == 2
 
 

@@ -103,7 +103,7 @@ def test_a_run_records_them(tiny, one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(meters.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1_000_000))  # KiB
     monkeypatch.setattr(meters.time, "monotonic", lambda: 100.0)
     limits = str(report(tmp_path / "limits.json", device_name(one_rank.device)))
-    small_first, energy = {"progressive_image_sizes": [[16, 0.5]], "max_epochs": 2}, iter((5.0, 7.0))
+    small_first, energy = {"progressive_image_sizes": [[16, 0.5]], "log_freq": 3}, iter((5.0, 7.0))
     trainer = Trainer(tiny(limits_report=limits, enable_amp=False, **small_first), one_rank, tmp_path / "run")
     trainer.train()
     steps, [end] = read_records(tmp_path / "run", "step"), read_records(tmp_path / "run", "end")

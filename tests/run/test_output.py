@@ -133,5 +133,5 @@ def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, closed):
         run.stdout.close()
     assert (run.wait(120), run.stderr.read()) == (75 if closed else 0, "")
     (start,) = read_records(tmp_path, "start")
-    assert start["time"] - sum(start["clock_seconds"].values()) < begun + 0.1, "its time includes the imports"
+    assert -0.1 < begun - start["time"] + sum(start["clock_seconds"].values()) < 100, "its time includes the imports"
     assert read_records(tmp_path, "stop" if closed else "end") and "asked" not in (tmp_path / ".lock").read_text()

@@ -66,6 +66,7 @@ def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, w
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
     # reported at the start, after each epoch, and before it is saved
     assert (reported.call_count, started.call_count) == (1 + saved["epoch"] + 1, loops)
+    assert read_records(tmp_path, "epoch")[-1]["seconds"] <= state["timing"][0] < state["seconds"]
     run(config, one_rank, tmp_path)
     assert all(saved.items() <= found.items() for found in (state, read_records(tmp_path, "resume")[0]))
     assert_same_run(tmp_path, expected)

@@ -45,16 +45,19 @@ def test_a_package_has_one_run_over_all_starts(tiny, one_rank, tmp_path, name):
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_all_numbers_are_sent_and_how_the_run_ended(tiny, one_rank, tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, package := MagicMock())
-    package.start_run.return_value.info.run_id = "a name"
+    package.start_run.return_value.info.run_id = "of an earlier start"
+    (tmp_path / f"{name}.id").write_text("of an earlier start")
     trainer = Trainer(tiny(log_to=[name]), one_rank, tmp_path)
     stop(trainer, POLLS + 2)
     with pytest.raises(Stopped):
         trainer.train()
     rows = [row for row in read_records(tmp_path) if row["kind"] in ("step", "epoch")]
     if name == "wandb":
+        assert package.init.call_args.kwargs["id"] == "of an earlier start"
         log, end, ended = package.init().log, package.init().finish, call(exit_code=1)
         expected = [call(numbers(row) | {"step": row["step"]}) for row in rows]
     else:
+        assert package.start_run.call_args.args == ("of an earlier start",)
         log, end, ended = package.log_metrics, package.end_run, call("KILLED")
         expected = [call(numbers(row), step=row[row["kind"]]) for row in rows]
     assert log.call_args_list == expected and end.call_args_list == [ended]

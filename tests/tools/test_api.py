@@ -89,7 +89,9 @@ def test_load_gives_the_predictions_of_the_command(run, one_rank, tmp_path):
 def test_load_prepares_a_picture_as_validation_does(folders, tmp_path):
     """For imagenet: resized, the central 7/8, and ImageNet's mean and deviation."""
     values = SHORT | SETTINGS | IMAGENET | {"data_path": str(folders), "max_epochs": 1}
-    transform = api.load(api.train("default", run_dir=tmp_path / "run", **values).folder).transform
+    (tmp_path / "own.yaml").write_text("mine: {}\n")
+    trained = api.train("mine", yaml_config=tmp_path / "own.yaml", run_dir=tmp_path / "run", **values)
+    transform = api.load(trained.folder).transform
     picture = Image.open(folders / "val/ant/0.JPEG")
     expected = functional.to_tensor(functional.center_crop(functional.resize(picture, 55), 48))  # 55 = 48 / 0.875
     expected = functional.normalize(expected, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

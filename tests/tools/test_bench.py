@@ -90,8 +90,7 @@ def test_bad_usage_or_a_launcher_for_a_bench_of_one_process_ends_with_status_2(m
         assert f"is '{value.partition('=')[2]}'; expected a whole number from {least} on" in capsys.readouterr().err
     for name, value in torchrun_variables(1, 2, 29500).items():
         monkeypatch.setenv(name, value)
-    assert main(["ladder"]) == 2
-    assert "bench ladder is one process; start it without torchrun" in capsys.readouterr().err
+    assert main(["ladder"]) == 2 and "bench ladder is one process; start it without torchrun" in capsys.readouterr().err
     for name in ("loaders", "limits"):  # measure all ranks
         monkeypatch.setattr(f"tools.bench.{name}.run", Mock(return_value=7))
         assert main([name]) == 7
@@ -119,7 +118,7 @@ def rates(monkeypatch):
 
 
 def test_a_ladders_speed_ups_and_its_regressions(rates, tmp_path, monkeypatch, capsys):
-    rung = ladder.read_rung(CIFAR100, "fastest+enable_compile=false+lr=0.3", ["batch_size=64"])
+    rung = ladder.read_rung(CIFAR100, "fastest+enable_compile=false+lr=0.3", ["batch_size=64", "lr=0.7"])
     assert (rung.enable_compile, rung.lr, rung.batch_size) == (False, 0.3, 64)
     for name in ladder.RUNGS.split(","):
         block, _, switch = name.partition("+")

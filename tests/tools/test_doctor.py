@@ -200,8 +200,7 @@ NOT_SUPPORTED = ("Temperature", "RemappedRows", "PowerManagementLimit", "Current
 ])  # fmt: skip
 def test_health_of_a_gpu(changes, level, words):
     (finding,) = hardware.check_gpu(mocked_nvml(**changes), 0)
-    assert finding.level == level and finding.message.endswith(words)
-    assert bool(finding.remedy) == (level != "ok")
+    assert finding.level == level and finding.message.endswith(words) and bool(finding.remedy) == (level != "ok")
 
 
 def test_all_gpus_are_checked_and_a_missing_driver_is_reported(monkeypatch):
@@ -423,6 +422,7 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
     finally:
         torch.set_num_threads(threads)
     assert finding.level == "ok" and re.search(": [0-9a-f]{16}$", finding.message) and after == 2
+    assert (measured.STEPS, measured.IMAGES, measured.SIDE, measured.CLASSES) == (12, 32, 16, 10), "as in older records"
     assert torch.equal(torch.get_rng_state(), random)
     assert not torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.allow_tf32
     really, calls = measured.fingerprint, itertools.count(1)

@@ -87,8 +87,7 @@ def test_command_prints_both_curves_and_its_assumptions_from_a_ladder(report, ca
         assert float(rate) == pytest.approx(1e3 * int(gpus) * float(batch) / float(milliseconds), rel=0.01)
     assert printed.count("the model does not apply") == 2
     path = report(bench="loaders", results={"device": {"training_images_per_sec": {"median": 9e4}}})
-    assert main(["--from", path]) == 3
-    assert "not a report of tools.bench ladder" in capsys.readouterr().err
+    assert main(["--from", path]) == 3 and "not a report of tools.bench ladder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "results").glob("*/ladder*.json")), ids=lambda path: path.parent.name)

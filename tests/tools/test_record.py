@@ -111,7 +111,7 @@ def runs(monkeypatch):
 
 
 def command(out, seeds, *options):
-    return ["record", "--config=bs128", *TINY_OPTIONS, f"--seeds={seeds}", f"--out={out}", *options]
+    return ["record", "--config=bs128", *TINY_OPTIONS, "--set=lr=0.1", f"--seeds={seeds}", f"--out={out}", *options]
 
 
 def test_seeds_are_paired_and_the_command_resumes(tmp_path, runs, capsys):

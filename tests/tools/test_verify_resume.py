@@ -56,7 +56,7 @@ def scripted(tmp_path, monkeypatch):
     return (tmp_path / "train.py").write_text
 
 
-def test_a_run_that_hangs_is_ended_and_reported(tmp_path, scripted, capsys):
+def test_a_run_that_hangs_is_ended_and_reported(tmp_path, scripted, capsys, monkeypatch):
     ignore = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     scripted(f"{ignore}print('going', flush=True)\ntime.sleep(600)\n")
     assert main([*ARGUMENTS, "--timeout=2", "--seed=5", f"--work-dir={tmp_path / 'new'}"]) == 1
@@ -64,6 +64,9 @@ def test_a_run_that_hangs_is_ended_and_reported(tmp_path, scripted, capsys):
     assert "verdict: NOT EQUAL" in out and "may hang; its output ends:\ngoing" in out and out.count("--seed=5") == 1
     (work,) = tmp_path.glob("new/verify-resume-*")
     assert verify_resume.find_processes(work / "uninterrupted") == []
+    monkeypatch.setattr(verify_resume, "verify", equal := Mock(return_value=[]))
+    assert main(["--config=quickstart", f"--work-dir={tmp_path}"]) == 0
+    assert "--set=deterministic=true" in equal.call_args.args[0].train_arguments
 
 
 # train.py that never finds its checkpoints: every start begins from scratch, and all end equal

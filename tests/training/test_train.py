@@ -259,5 +259,5 @@ def test_the_log_says_how_the_run_ended_with_a_traceback_of_a_bug(tmp_path, erro
         raise error
     tracker.close.assert_called_once_with(failed=True)
     written = (tmp_path / "train.log").read_text()
-    assert f"ended by {reason}" in written
+    assert f"ended by {reason}" in written and read_records(tmp_path, "stop")[0]["status"] == 1
     assert ("Traceback" in written) is isinstance(error, ZeroDivisionError)
