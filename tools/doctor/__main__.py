@@ -122,7 +122,7 @@ def examine(options: argparse.Namespace, config: Config, world: "World") -> list
     if ranks_here == 1 and world.device.type == "cuda" and visible > 1:  # the only rank checks all GPUs
         places = {f"{name}, cuda:{number}": torch.device("cuda", number) for number in range(visible)}
     if options.burn_in is not None and len(places) > 1:
-        remedy = f"start it with torchrun --nproc_per_node={visible} -m tools.doctor"
+        remedy = f"start it with torchrun --nproc_per_node={visible} {' '.join(module_command('doctor')[1:])}"
         raise ConfigError(f"--burn-in trains on one GPU of each process, {node} has {visible}; {remedy}")
     findings = []
     if world.local_rank == 0:

@@ -10,11 +10,12 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from utils.errors import ConfigError
+from utils.program import command
 
 LEVELS = ("ok", "warn", "fail")
 NOT_RUN = ("not run", "not readable")  # begin the messages of checks that could not look; they are `ok`
 SLOW = 1.15  # a rate fails if the median, or the baseline, is more than this many times higher
-FINGERPRINT_REMEDY = "exclude the device, and run python -m tools.doctor again to see whether it recurs"
+FINGERPRINT_REMEDY = f"exclude the device, and run {command('doctor')} again to see whether it recurs"
 Placed = tuple[str, float]  # where, and the value there
 SLOW_REMEDY = "exclude the node; look there for other processes, heat, a power limit, a link that is down"
 
@@ -65,7 +66,7 @@ def read_record(path: Path) -> Record:
         return Record.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         found = getattr(error, "strerror", "it holds something else")
-        raise ConfigError(f"{path}: expected the output of python -m tools.doctor --json: {found}") from None
+        raise ConfigError(f"{path}: expected the output of {command('doctor')} --json: {found}") from None
 
 
 def read_figures(findings: Iterable[Finding]) -> dict[str, list[Placed]]:

@@ -25,6 +25,7 @@ from utils.config import Config
 from utils.data.build import build_loaders, open_dataset
 from utils.distributed.world import World
 from utils.environment import device_name, read_processors
+from utils.program import command
 from utils.run.meters import read_gpu
 from utils.verify.fingerprints import fingerprint
 
@@ -37,7 +38,7 @@ DRIFT = 0.1  # warn if the rate falls by more than this fraction from the first 
 WARM_UP_STEPS = 3  # in addition to those that capture a graph
 EXTREMES = (("gpu_temperature_c", max, "at most {:.0f} °C"), ("gpu_power_w", max, "at most {:.0f} W"),
             ("gpu_clock_mhz", min, "at least {:.0f} MHz"))  # fmt: skip
-BURN_IN_REMEDY = "check the GPU's temperature, clocks, power and processes; python -m tools.doctor lists its faults"
+BURN_IN_REMEDY = f"check the GPU's temperature, clocks, power and processes; {command('doctor')} lists its faults"
 
 
 def check_limits(device: torch.device) -> Finding:
@@ -195,11 +196,9 @@ def judge_rounds(minutes: float, rates: list[float], prints: list[str], readings
     median, spread = statistics.median(rates), statistics.pstdev(rates) / statistics.mean(rates)
     drift = statistics.median(rates[-quarter:]) / statistics.median(rates[:quarter]) - 1
     differing = sum(found != statistics.mode(prints) for found in prints)
-    parts = [
-        f"{minutes:.1f} min, {len(rates)} rounds: {median:,.1f} images/s, standard deviation {spread:.1%}, "
-        f"{drift:+.1%} from the first quarter to the last",
-        f"{differing} of {len(rates)} fingerprints differ" if differing else f"{len(rates)} equal fingerprints",
-    ]
+    speed = f"{median:,.1f} images/s, standard deviation {spread:.1%}, {drift:+.1%} from the first quarter to the last"
+    equal = f"{differing} of {len(rates)} fingerprints differ" if differing else f"{len(rates)} equal fingerprints"
+    parts = [f"{minutes:.1f} min, {len(rates)} rounds: {speed}", equal]
     for name, choose, text in EXTREMES:
         if values := [reading[name] for reading in readings if name in reading]:
             parts.append(text.format(choose(values)))
