@@ -254,6 +254,7 @@ def test_a_run_resumes_with_its_own_statistics_and_not_with_other_data(one_rank,
     for name in ("mean", "std"):
         assert again.run.data[name] == trainer.run.data[name]
         assert {getattr(loader.normalise, name) for loader in again.loaders.every()} == {trainer.run.data[name]}
+    assert torch.equal(again.loaders.valid.normalise.shift, trainer.loaders.valid.normalise.shift)
     assert "Normalising with the checkpoint's" in (tmp_path / "run/train.log").read_text()
     CHANGES["renamed"](folder)
     with pytest.raises(CheckpointError, match="was trained on other data"):

@@ -36,7 +36,6 @@ from utils.distributed.world import World
 WORLD_SIZES = (1, 2, 3, 8)
 BATCH = 24  # divisible by each of them
 NUM_TRAIN, NUM_VALID = 5 * BATCH + 7, 83  # neither divides
-CPU = torch.device("cpu")
 
 REAL = pytest.mark.parametrize("backend", ["torchvision", "device", DALI])
 EVERY = pytest.mark.parametrize("backend", ["torchvision", "device", "synthetic", DALI])
@@ -151,7 +150,7 @@ def test_one_gather_equals_torchvision(height, width, padding, angle):
     if angle == 90:  # PIL has shortcuts for right angles
         sampled = replace(sampled, angle=np.arange(300) % 5 * 90.0 - 90)
     maps = torch.from_numpy(pixel_maps(sampled, height, width))
-    gathered = BatchAugmenter(height, width, CPU)(torch.from_numpy(images), maps)
+    gathered = BatchAugmenter(height, width, torch.device("cpu"))(torch.from_numpy(images), maps)
     np.testing.assert_array_equal(gathered.numpy(), augment_each(images, sampled))
 
 

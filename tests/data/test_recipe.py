@@ -19,7 +19,7 @@ from utils.training.learner import Classifier
 @pytest.mark.parametrize("changes", [{}, {"loss_scale": 1024.0}, {"opt_level": "O2", "amp_dtype": "bf16"}], ids=str)
 def test_clipping_acts_on_the_gradient_of_the_optimizer(tiny, one_rank, changes):
     """The gradient of the master weights, without the loss scale."""
-    learner = Trainer(tiny(clip_grad_norm=0.5, batch_size=8, **changes), one_rank).learner
+    learner = Trainer(tiny(clip_grad_norm=0.5, batch_size=8, micro_batch_size=4, **changes), one_rank).learner
     learner.train_step(torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
     gradients = [parameter.grad.flatten() for parameter in learner.weights.parameters()]
     assert torch.cat(gradients).norm().item() == pytest.approx(0.5, rel=1e-4)

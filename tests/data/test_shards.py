@@ -1,6 +1,7 @@
 """Tar shards: the same batches as class folders, what a rank reads, and damaged shards."""
 
 import os
+import resource
 import shutil
 import tarfile
 from pathlib import Path
@@ -69,7 +70,9 @@ def test_a_rank_reads_the_bytes_of_its_own_samples(backend, packed, config, monk
         return pread(descriptor, length, offset)
 
     monkeypatch.setattr(os, "pread", watch)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     split = open_shards("imagenet", packed, 48).train
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most), "every shard may be open at once"
     for rank in range(2):
         built = build(config(packed, data_loader=backend), rank, 2).train
         assert not reads, "read too early"

@@ -57,9 +57,8 @@ def start():
 @pytest.mark.parametrize("decay_vectors", [False, True])
 def test_convolutions_train_as_pytorchs_muon_and_others_as_its_adamw(tiny, nesterov, decay_vectors, name, steps):
     options = {"lr": 0.01, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
-    parameters = start()
     config = tiny(optimizer=name, weight_decay_bn_bias=decay_vectors, **options)
-    ours = trained(build_optimizer(config, parameters), parameters)
+    ours = trained(build_optimizer(config, parameters := start()), parameters)
     others = start()  # with a rate on the device, as in a CUDA graph
     torch.testing.assert_close(trained(build_optimizer(config, others[:3]), others, torch.tensor)[:3], ours[:3])
 

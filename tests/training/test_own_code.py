@@ -4,6 +4,8 @@ import json
 import re
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 import train
 from models import build_model
 from tests.conftest import ROOT, read_records, run, without_times
+from tests.tiny_shards import DALI
 from tools import export
 from tools.doctor import machine
 from train import Trainer
@@ -107,9 +110,7 @@ class Counted(torch.optim.RMSprop):
             group["count"] = group.get("count", 0) + 1
         return super().step(closure)
 
-def counted(params, lr, weight_decay, momentum):
-    return Counted([group | {"count": 0} for group in params], lr=lr, weight_decay=weight_decay, momentum=momentum)
-
+counted = lambda params, **values: Counted([group | {"count": 0} for group in params], **values)
 no_optimizer = lambda params, lr, weight_decay, momentum: lr
 """
 OWN = {"dataset": "of_mine:arrays", "num_classes": 4, "rnd_rotation_angle": 0, "limit_valid_batches": None}
@@ -232,10 +233,11 @@ def test_timms_networks_are_built_for_the_datasets_size(tiny, one_rank):
 
 
 @pytest.mark.parametrize("name", ["of_mine:counted", "timm:lamb"])
-def test_own_and_timms_optimizers_train_and_resume(tiny, one_rank, tmp_path, name):
+def test_own_and_timms_optimizers_train_and_resume(tiny, one_rank, tmp_path, monkeypatch, name):
     """Stopped and resumed bitwise equal to a whole run, with counts in the groups; verified steps count once."""
-    if name.startswith("timm"):
-        pytest.importorskip("timm", reason="timm is not installed")
+    if not find_spec("timm"):  # a mock: SGD with the given groups
+        sgd = SimpleNamespace(create_optimizer_v2=lambda groups, opt, **values: torch.optim.SGD(groups, **values))
+        monkeypatch.setitem(sys.modules, "timm.optim", sgd)
     values = {"optimizer": name, "weight_decay_bn_bias": False, "lr_schedule": "constant", "verify_every_steps": 1}
     learners, halves = [], tmp_path / "halves"
     for folder, epochs, resume in ((tmp_path / "whole", 2, "auto"), (halves, 1, "auto"), (halves, 2, str(halves))):
@@ -253,11 +255,9 @@ def test_own_and_timms_optimizers_train_and_resume(tiny, one_rank, tmp_path, nam
     assert [group["weight_decay"] for group in other.optimizer.param_groups] == [0.1, 0.0]
 
 
-@pytest.mark.parametrize("loader", ["torchvision", "device", "dali", "synthetic"])
+@pytest.mark.parametrize("loader", ["torchvision", "device", "synthetic", DALI])
 @pytest.mark.parametrize("function", ["arrays", "files"])
 def test_every_loader_takes_own_data(tiny, one_rank, code, loader, function):
-    if loader == "dali":
-        pytest.importorskip("nvidia.dali", reason="DALI is not installed")
     changes = {"dataset": f"of_mine:{function}", "data_path": str(code), "data_loader": loader}
     config = tiny(**OWN | changes, rnd_crop_padding=0, rnd_horizontal_flip=False, limit_train_batches=None)
     loaders = build_loaders(config, dataset := open_dataset(config, one_rank), one_rank)
@@ -286,6 +286,8 @@ def split(name, images=lambda x: x, labels=lambda y: y):
 
 @pytest.mark.parametrize(("spoil", "message"), [
     (lambda _: None, "returned None; expected a dict with the keys train, valid, class_names"),
+    (lambda data: data | {"sdt": (1, 1, 1)}, "returned .*; expected a dict with the keys train, valid, class_names"),
+    (lambda data: data | {"class_names": list("aacd")}, "class 'a' occurs twice; give each class another name"),
     (split("train", images=lambda x: x / 255), r"train: images are float64 \[300, 3, 16, 20\]; expected uint8"),
     (split("valid", images=lambda x: x[:, :, :8]), "train and valid differ; expected"),
     (split("train", labels=lambda y: y + 1), "train: labels range from 1 to 4; class_names has 4 names"),

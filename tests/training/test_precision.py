@@ -96,7 +96,9 @@ def test_levels_cast_as_in_the_table_and_masters_keep_their_gradients_memory(tin
     _, learner = trained(tiny(), Precision("cpu", level, BF16, keep_batchnorm_fp32=batchnorm), 2)
     model, weights = learner.model, learner.weights
     assert model[0].weight.dtype == model[3].weight.dtype == torch.bfloat16
-    assert model[1].weight.dtype == model[1].running_mean.dtype == (torch.float32 if batchnorm else torch.bfloat16)
+    learner.plan.precision.cast_weights(vectors := nn.BatchNorm1d(4))
+    found = {value.dtype for value in (vectors.weight, model[1].weight, model[1].running_mean)}
+    assert found == {torch.float32 if batchnorm else torch.bfloat16}
     half = ["0.weight", *([] if batchnorm else ["1.weight", "1.bias"]), "3.weight", "3.bias"]
     assert list(weights.masters) == (half if level == "O2" else [])
     for name, master in weights.masters.items():
@@ -185,7 +187,8 @@ def test_o2_in_bf16_is_bitwise_equal_to_o1(tiny, one_rank, layout):
 
 def test_auto_disables_bf16_without_kernels_for_it(tiny, monkeypatch):
     monkeypatch.setattr(plan_module, "has_bf16_kernels", lambda: False)
-    monkeypatch.setattr(plan_module, "gpu_has_bf16", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     auto, true, bf16 = {"enable_amp": "auto"}, {"enable_amp": True}, {"amp_dtype": "bf16"}
     none = "float32: enable_amp has no effect, this {} has no bf16 kernels; amp_dtype=bf16 with true forces it".format
     for device, expected, *settings in (

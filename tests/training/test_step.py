@@ -167,26 +167,19 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def count_reads(config, one_rank, monkeypatch, folder):
-    """Train an epoch; return the number of host reads outside log points and in them."""
-    trainer = Trainer(config, one_rank)
-    logger = RunLogger(folder, enabled=True, to_screen=False)
+@pytest.mark.parametrize("name", ["recipe", "unfused scale", *SWITCHES])
+def test_the_host_reads_values_only_at_log_points(tiny, one_rank, monkeypatch, tmp_path, name):
+    """The one exception: without a fused optimizer, PyTorch's scaler reads whether to skip the step."""
+    others = {"recipe": RECIPE, "unfused scale": {"enable_amp": True, "loss_scale": 128}}
+    trainer = Trainer(tiny(log_freq=1000, **(SWITCHES | others)[name]), one_rank)
+    logger = RunLogger(tmp_path, enabled=True, to_screen=False)
     with logger.open() as trainer.run.log, HostReads(monkeypatch) as reads:
         monkeypatch.setattr(trainer, "_log_point", reads.counted_separately(trainer._log_point, "log points"))
         # the flags of signals are always on the CPU
         monkeypatch.setattr(trainer.requests, "poll", reads.counted_separately(trainer.requests.poll, "polls"))
         trainer.train_one_epoch()
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
-    return reads.count, reads.separate["log points"]
-
-
-@pytest.mark.parametrize("name", ["recipe", "unfused scale", *SWITCHES])
-def test_the_host_reads_values_only_at_log_points(tiny, one_rank, monkeypatch, tmp_path, name):
-    """The one exception: without a fused optimizer, PyTorch's scaler reads whether to skip the step."""
-    others = {"recipe": RECIPE, "unfused scale": {"enable_amp": True, "loss_scale": 128}}
-    config = tiny(log_freq=1000, **(SWITCHES | others)[name])
-    outside, in_log_points = count_reads(config, one_rank, monkeypatch, tmp_path)
-    assert (outside > 0) is (name == "unfused scale") and in_log_points > 0
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert (reads.count > 0) is (name == "unfused scale") and reads.separate["log points"] > 0
 
 
 def test_gradients_are_averaged_once_per_step(tiny, one_rank, monkeypatch):

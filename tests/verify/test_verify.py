@@ -84,12 +84,12 @@ def test_the_first_steps_of_a_start_and_of_a_restored_checkpoint_are_checked_wit
         train_step(images, labels)
 
     monkeypatch.setattr(learner, "train_step", train)
+    monkeypatch.setattr("utils.verify.verifier.time.perf_counter", lambda: len(hooks))  # a step takes a second
     due = next(step for step in range(1000) if is_due(config, step))
     checkpoint = learner.state_dict() | {"step": due - 5}
     some_steps(learner, verifier, 5)
     assert hooks == [1, 1] * FIRST_STEPS + [0, 0]  # each checked step twice
-    assert re.fullmatch(r"Verified 3 step\(s\), none wrong, in \d+\.\d\d s", *verifier.remarks())
-    assert verifier.remarks() == []
+    assert [*verifier.remarks(), *verifier.remarks()] == ["Verified 3 step(s), none wrong, in 3.00 s"]
     hooks.clear()
     learner.load_state_dict(checkpoint)
     some_steps(learner, verifier, 7)
@@ -106,8 +106,7 @@ def test_checked_steps_give_the_same_result_as_unchecked_ones(tiny, one_rank, ch
     assert checked.keys() == unchecked.keys()
     assert any(name.startswith("average ") for name in checked) is ("ema_decay" in changes)
     assert [name for name in checked if not torch.equal(checked[name], unchecked[name])] == []
-    assert verifier.checked == learner.steps == 4
-    assert bool(learner.loss_scaler.skipped) is (changes is MODES["overflow"])
+    assert (verifier.checked, learner.steps, learner.loss_scaler.skipped > 0) == (4, 4, changes is MODES["overflow"])
 
 
 @pytest.mark.parametrize("name", ["accumulation, adamw", "fused, O2, scaled"])
