@@ -102,7 +102,8 @@ def test_a_run_records_them(tiny, one_rank, tmp_path, monkeypatch):
     monkeypatch.setattr(meters, "read_gpu", lambda device: {"gpu_power_w": 700.0})
     monkeypatch.setattr(meters.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1_000_000))  # KiB
     monkeypatch.setattr(meters.time, "monotonic", lambda: 100.0)
-    limits = str(report(tmp_path / "limits.json", device_name(one_rank.device)))
+    monkeypatch.setattr("utils.environment.read_processors", lambda: [{"model name": "A"}] * 3)
+    limits = str(report(tmp_path / "limits.json", "A x 3"))
     small_first, energy = {"progressive_image_sizes": [[16, 0.5]], "log_freq": 3}, iter((5.0, 7.0))
     trainer = Trainer(tiny(limits_report=limits, enable_amp=False, **small_first), one_rank, tmp_path / "run")
     trainer.train()

@@ -107,6 +107,7 @@ def test_an_epoch_that_an_earlier_start_trained_keeps_its_time_and_speed(tiny, o
     (epoch,), (end,) = read_records(tmp_path, "epoch"), read_records(tmp_path, "end")
     assert 600 < epoch["epoch_seconds"] < 700 and 1000 < epoch["seconds"] <= end["seconds"] < 1100
     assert epoch["images_per_sec"] == end["images_per_sec"] == resumed.run.clock.whole.images_per_sec == 10
+    assert resumed.run.summarise(False).split(", ")[1].startswith("10"), "seconds"
 
 
 def test_a_killed_run_resumes_from_the_last_interval(one_rank, tmp_path, whole):

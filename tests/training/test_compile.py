@@ -81,6 +81,7 @@ def test_a_run_compiles_once_for_each_image_size_and_for_validation(tiny, one_ra
     trainer.train()
     assert counts == [1, 1, 3, 3, 4, 4, 5, 5]
     assert (compiled.frame_count, dict(counters["graph_break"])) == (5, {})
+    assert trainer.run.clock.seconds("compile") > 0
 
 
 def test_ddp_calls_the_compiled_network(tiny, one_rank, compiled, monkeypatch):
