@@ -43,8 +43,7 @@ CLASSES = 10
 TINY = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "device", "model": "resnet8", "device": "cpu",
     "batch_size": 32, "valid_batch_size_per_gpu": 100, "limit_train_batches": 4, "limit_valid_batches": 2,
-    "max_epochs": 2, "log_freq": 2, "log_to_tensorboard": False, "num_data_workers": 0,
-}  # fmt: skip
+    "max_epochs": 2, "log_freq": 2, "log_to_tensorboard": False, "num_data_workers": 0}  # fmt: skip
 BATCHES, POLLS = 4, 4 + 2  # of an epoch: training steps, and polls for requests, one after each batch
 
 

@@ -19,8 +19,7 @@ CLASSES = ("ant", "bée", "cat")
 NUM_TRAIN, NUM_VALID = 8, 5  # of each class
 SETTINGS = {
     "data_loader": "torchvision", "num_classes": len(CLASSES), "batch_size": 6, "valid_batch_size_per_gpu": 4,
-    "limit_train_batches": None, "limit_valid_batches": None,
-}  # fmt: skip
+    "limit_train_batches": None, "limit_valid_batches": None}  # fmt: skip
 IMAGENET = {
     "dataset": "imagenet", "image_size": 48, "rnd_resized_crop": True, "rnd_crop_padding": 0, "rnd_rotation_angle": 0.0
 }  # fmt: skip

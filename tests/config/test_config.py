@@ -93,8 +93,9 @@ def test_the_blocks_of_published_results_are_unchanged():
 def test_values_are_yaml_1_2_in_a_file_and_on_the_command_line(key, text, value, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(f"x:\n  {key}: {text}\n", encoding="utf-8")
-    from_file = getattr(load_config(path, "x"), key)
-    from_override = getattr(override(Config(), [f"{key}={text}"]), key)
+    from_file, from_override = (
+        getattr(c, key) for c in (load_config(path, "x"), override(Config(), [f"{key}={text}"]))
+    )
     assert from_file == from_override == value and type(from_file) is type(from_override) is type(value)
 
 

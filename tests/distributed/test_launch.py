@@ -252,8 +252,7 @@ def test_mpirun_of_open_mpi(tmp_path):
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     program = [sys.executable, *SHORT, "--run-dir", str(tmp_path / "run")]
     ended = launch(mpirun, *root, "--oversubscribe", "-n", "2", *program)
-    assert ended.returncode == 0, ended.stderr
-    assert "128 = 2 rank(s) x 1 accumulated x 64 images" in ended.stdout
+    assert ended.returncode == 0 and "128 = 2 rank(s) x 1 accumulated x 64 images" in ended.stdout, ended.stderr
 
 
 @pytest.mark.slow

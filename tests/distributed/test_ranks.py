@@ -208,8 +208,7 @@ def check_ends(ended, statuses, lines):
     "NCCL": (play, ("fail", 1, FULL, True), [1, 1, 1], f"error: rank 1: NCCL error in: {NCCL} Last .*no space left"),
     "stopped": (play, ("stop_on_request",), [75, 75, 75], "stopped with everything saved"),
     **{f"killed 2, {in_c}": (play, ("lose", 2, signal.SIGKILL, in_c), [1, 1, -9], NO_ANSWER.format(2))
-       for in_c in (False, True)},
-    "killed 0": (play, ("lose", 0, signal.SIGKILL, False), [-9, 1, 1], LOST_0),
+       for in_c in (False, True)}, "killed 0": (play, ("lose", 0, signal.SIGKILL, False), [-9, 1, 1], LOST_0),
     "killed while the ranks connect": (die_while_ranks_connect, (1,), [1, -9, 1], COLLECTIVE.format(10, SKIPPED)),
     "rank 0 killed while the ranks connect": (die_while_ranks_connect, (0,), [-9, 1, 1], LOST_0),
     "slow or stopped for a while": (play_with_long_collectives, ("slow_down",), [0, 0], ""),

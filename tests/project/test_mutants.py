@@ -38,8 +38,7 @@ def test_each_state_is_reported(tmp_path, capsys):
     states = {line.split(": ")[1].split(" (")[0]: line.split()[0] for line in lines}
     assert states == {
         "adds one more": "killed", "survives": "survived", "is stale": "stale", "has no test": "untested",
-        "has a test that fails anyway": "untested",
-    }  # fmt: skip
+        "has a test that fails anyway": "untested"}  # fmt: skip
     assert score.startswith("sums: 1 of 5 killed")
     assert (tree / "sums.py").read_text() == FILES["sums.py"]
 

@@ -27,8 +27,7 @@ def reframe(folder, *options):
     ("Doctor", "echo 'ok    torch  found'; echo 'ok: 1 ok, 0 warn, 0 fail'", "PASSED"),
     ("Doctor", "echo 'warn  cores  few'; echo 'warn: 0 ok, 1 warn, 0 fail'; exit 1", "PASSED"),
     ("Doctor", "echo 'fail  data  none'; echo 'fail: 0 ok, 0 warn, 1 fail'; exit 2", "pattern '^fail' found"),
-    ("Doctor", "exit 1", "not found in 'rfm_job.out'"),
-    ("Ladder", "exit 1", "the ladder has written no report"),
+    ("Doctor", "exit 1", "not found in 'rfm_job.out'"), ("Ladder", "exit 1", "the ladder has written no report"),
     ("Ladder", """echo '{"results": {"rungs": {"quickstart": {"full": {"median": 5}}}}}' >ladder.json""", "5 images/s"),
 ])  # fmt: skip
 def test_what_the_command_prints_decides(check, prints, outcome, tmp_path):

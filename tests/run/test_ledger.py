@@ -107,8 +107,7 @@ def test_the_parts_add_up_to_the_wall_clock():
     starts, seconds = runs.find_ledger(LOST_AND_RESUMED)
     assert starts == 2 and sum(seconds.values()) == 1030 + 9 - 1000
     spent = {"start": 8, "train": 7.5, "input": 0.5, "validation": 0.5, "test": 0.5, "replay": 3, "stopped": 19}
-    assert seconds == dict.fromkeys(seconds, 0) | spent
-    assert runs.find_ledger([{"kind": "start"}]) == (0, {})
+    assert seconds == dict.fromkeys(seconds, 0) | spent and runs.find_ledger([{"kind": "start"}]) == (0, {})
     # clocks that disagree add no time
     rows = [begin(1000), at(6, train=6), begin(990, 6), at(9, train=3), {"kind": "step", "step": 9}]
     assert sum(runs.find_ledger(rows)[1].values()) == 10 + 7

@@ -9,10 +9,11 @@ import time
 from unittest.mock import Mock
 
 import pytest
+from filelock import FileLock
 
 from train import Trainer
 from utils.errors import ConfigError, ExpectedError
-from utils.files import lock_folder
+from utils.files import lock_folder, partial_folder
 from utils.run import folder as run_folder
 from utils.run.folder import open_folder
 from utils.run.run import Run
@@ -80,8 +81,7 @@ def wait_for(ready, enough):
 
 def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
     context = multiprocessing.get_context("fork")
-    ready, enough = context.Event(), context.Event()
-    lock = lock_folder(tmp_path / "run")
+    ready, enough, lock = context.Event(), context.Event(), lock_folder(tmp_path / "run")
     worker = context.Process(target=wait_for, args=(ready, enough), daemon=True)
     worker.start()
     assert ready.wait(60)
@@ -107,3 +107,10 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     with pytest.raises(ConfigError, match=r"run: .*cannot lock a file \(No locks available\).*--run-dir.*-o flock"):
         lock_folder(tmp_path / "run")
+
+
+def test_without_locks_two_that_fill_a_folder_have_each_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(FileLock, "acquire", Mock(side_effect=OSError))
+    places = tmp_path / "data", tmp_path / "lock"
+    with partial_folder(*places) as one, partial_folder(*places) as other:
+        assert one != other

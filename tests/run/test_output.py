@@ -30,8 +30,7 @@ def command(line):
 
 
 def ended(words, stdout=subprocess.PIPE, text=True, **variables):
-    pipes = {"stdout": stdout, "stderr": subprocess.PIPE}
-    environment = without_launcher(os.environ) | variables
+    pipes, environment = {"stdout": stdout, "stderr": subprocess.PIPE}, without_launcher(os.environ) | variables
     return subprocess.run(words, cwd=ROOT, env=environment, text=text, check=False, **pipes)
 
 
@@ -59,8 +58,7 @@ def test_a_command_ends_with_a_line_and_a_status(line, status, message):
 def test_an_answer_that_cannot_be_written_is_141_after_head_and_1_with_a_line_if_the_disk_is_full(
     name, answer, finished
 ):
-    answer = answer + [str(finished)] * (name == "evaluate")
-    reader, writer = os.pipe()
+    answer, (reader, writer) = answer + [str(finished)] * (name == "evaluate"), os.pipe()
     os.close(reader)
     with open("/dev/full", "w") as full:
         for output, *expected in (writer, 141, ""), (full, 1, "error: standard output: No space left on device\n"):
@@ -122,8 +120,7 @@ def test_a_training_writes_its_files_whatever_its_streams_are(tmp_path, closed):
     words = training(tmp_path, log_freq=1, max_epochs=1000 if closed else 2)
     shell = ["bash", "-c", f'exec "$@" {"<&- >&- 2>&-" if closed else ""}', "bash", *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    run = subprocess.Popen(shell, cwd=ROOT, env=without_launcher(os.environ), text=True, **pipes)
-    begun = time.time()
+    run, begun = subprocess.Popen(shell, cwd=ROOT, env=without_launcher(os.environ), text=True, **pipes), time.time()
     if closed:
         metrics = tmp_path / "metrics.jsonl"
         wait_until("step", 120, lambda: metrics.exists() and '"step", "epoch"' in metrics.read_text())

@@ -64,8 +64,7 @@ def test_stopped_and_continued_equals_uninterrupted(one_rank, tmp_path, whole, w
         trainer.train()
     assert stopped.value.exit_status == 75 == read_records(tmp_path, "stop")[-1]["status"]
     state = read_checkpoint(list_checkpoints(tmp_path / "checkpoints")[0])
-    # reported at the start, after each epoch, and before it is saved
-    assert (reported.call_count, started.call_count) == (1 + saved["epoch"] + 1, loops)
+    assert (reported.call_count, started.call_count) == (1 + saved["epoch"] + 1, loops)  # at the start, epochs, stop
     assert read_records(tmp_path, "epoch")[-1]["seconds"] <= state["timing"][0] < state["seconds"]
     run(config, one_rank, tmp_path)
     assert all(saved.items() <= found.items() for found in (state, read_records(tmp_path, "resume")[0]))
@@ -143,8 +142,7 @@ def test_a_real_signal_stops_with_75_and_the_same_command_finishes(tmp_path, num
         output += line
     process.send_signal(number)  # again, as some schedulers do, while Python ends, which takes a second
     output += process.communicate(timeout=120)[0]
-    assert process.returncode == 75, output
-    assert output.count("asked to stop") == 1 and "Traceback" not in output
+    assert process.returncode == 75 and output.count("asked to stop") == 1 and "Traceback" not in output, output
     assert f"stopped on {number.name} in epoch" in output and "; run the same command again to resume" in output
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -118,8 +119,7 @@ def test_figures_match_the_confusion_matrix(run, capsys):
         right, images, predicted = counts[label, label], counts[label].sum(), counts[:, label].sum()
         assert (row["images"], row["accuracy"]) == (images, right / images)
         assert row["precision"] == (right / predicted if predicted else None)
-    wrong = counts - np.diag(counts.diagonal())
-    number_of, rows = found["class_names"].index, found["mistakes"]
+    wrong, rows, number_of = counts - np.diag(counts.diagonal()), found["mistakes"], found["class_names"].index
     assert all(counts[number_of(row["class"]), number_of(row["taken_for"])] == row["images"] for row in rows)
     assert [row["images"] for row in rows] == np.sort(wrong, axis=None)[::-1][:10].tolist()
     assert sum(part["images"] for part in found["bins"]) == 2000 and len(found["bins"]) == 15
@@ -249,3 +249,8 @@ def test_outputs_that_are_not_finite_are_no_result(run, tmp_path, refuses):
     (tmp_path / "bad.pt").write_bytes(encode(state))
     refuses(1, "not finite", tmp_path / "bad.pt", "--json", tmp_path / "bad.json")
     assert not (tmp_path / "bad.json").exists()
+
+
+def test_ranks_wait_for_the_timeout_of_the_settings(run, monkeypatch):
+    monkeypatch.setattr("tools.trained.run_ranks", ranks := Mock(return_value=7))
+    assert evaluate.main([str(run), "--set=rank_timeout_seconds=77"]) == 7 and ranks.call_args.args[1:] == ("cpu", 77)

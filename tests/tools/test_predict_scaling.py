@@ -66,8 +66,7 @@ def report(tmp_path):
     def write(**content):
         config = load_config(CIFAR100, "bs256").model_dump(mode="json") | {"learning_speed": 0.1}
         rungs = {name: {"full": {"median": rate}} for name, rate in (("slow", 1000.0), ("fast", 12800.0))}
-        results = {"rungs": rungs, "configs": {"fast": config}}
-        path = tmp_path / "bench.json"
+        results, path = {"rungs": rungs, "configs": {"fast": config}}, tmp_path / "bench.json"
         path.write_text(json.dumps({"bench": "ladder", "config": config, "results": results} | content))
         return str(path)
 

@@ -44,8 +44,7 @@ SETTINGS = {
     "dataset": "shapes", "num_classes": 10, "data_loader": "torchvision", "num_data_workers": 1, "device": "cpu",
     "model": "resnet8", "batch_size": 8, "valid_batch_size_per_gpu": 20, "limit_train_batches": STEPS_PER_EPOCH,
     "limit_valid_batches": 1, "max_epochs": EPOCHS, "log_freq": 1, "log_to_tensorboard": False, "deterministic": True,
-    "checkpoint_every_steps": 2, "keep_checkpoints": 3, "rank_timeout_seconds": 60,
-}  # fmt: skip
+    "checkpoint_every_steps": 2, "keep_checkpoints": 3, "rank_timeout_seconds": 60}  # fmt: skip
 
 
 @dataclass(frozen=True)

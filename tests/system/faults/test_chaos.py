@@ -28,8 +28,7 @@ def test_the_same_seed_and_number_give_the_same_faults_and_all_kinds_occur():
     (75, "stopped on SIGUSR1 in epoch 1", []),
     (1, "stopped on SIGUSR1 in epoch 1", ["status 1 after ['USR1'], expected (75,)"]),
     (75, "stopped", ["USR1 is not named ('stopped on SIGUSR1')"]),
-    (75, "stopped on SIGUSR1\nerror: one\nerror: two", ["several messages"]),
-])  # fmt: skip
+    (75, "stopped on SIGUSR1\nerror: one\nerror: two", ["several messages"])])  # fmt: skip
 def test_an_unexpected_end_is_reported(status, output, wrong):
     found = check_start([Fault("USR1", 7, 0)], status, output, nproc=1, finished=False)
     assert [problem.partition(":")[0] for problem in found] == wrong
