@@ -44,7 +44,7 @@ EVERY = pytest.mark.parametrize("backend", ["torchvision", "device", "synthetic"
 @pytest.fixture(scope="module")
 def dataset():
     """Noise: every image differs from all others, however it is cropped, and its label is its index."""
-    shapes, rng = ((count, 3, 32, 32) for count in (NUM_TRAIN, NUM_VALID)), np.random.default_rng(1)
+    shapes, rng = ((count, 3, 32, 28) for count in (NUM_TRAIN, NUM_VALID)), np.random.default_rng(1)
     train, valid = (ImageArrays(rng.integers(0, 256, shape, np.uint8), np.arange(shape[0])) for shape in shapes)
     return Dataset("noise", train, valid, tuple(map(str, range(NUM_TRAIN))), (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
@@ -118,7 +118,7 @@ def test_validation_yields_every_image_once_at_every_world_size(backend, build):
 def test_batches_have_the_shape_type_and_memory_format_of_the_contract(backend, nhwc, build):
     for loader, size in ((build(backend, enable_nhwc=nhwc).train, BATCH), (build(backend, enable_nhwc=nhwc).valid, 10)):
         images, labels = next(iter(loader))
-        assert images.shape == (size, 3, 32, 32) and images.dtype is torch.float32
+        assert images.shape == (size, 3, 32, 28) and images.dtype is torch.float32
         assert labels.shape == (size,) and labels.dtype is torch.int64
         memory_format = torch.channels_last if nhwc else torch.contiguous_format
         assert images.is_contiguous(memory_format=memory_format)

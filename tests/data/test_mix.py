@@ -11,7 +11,7 @@ from utils.data.sampling import Sampler, epoch_order, uniform
 from utils.errors import ConfigError
 from utils.training.batches import resize, training_batches
 
-NUM_IMAGES, BATCH, CLASSES, SIZE = 60, 24, 7, 16
+NUM_IMAGES, BATCH, CLASSES, SIZE = 60, 24, 7, (16, 20)
 CONFIGS = {
     "cutout": AugmentationConfig(num_classes=CLASSES, cutout_size=6),
     "mixup": AugmentationConfig(num_classes=CLASSES, mixup_alpha=0.4),
@@ -20,7 +20,7 @@ CONFIGS = {
 }
 
 _noise = torch.Generator().manual_seed(0)
-IMAGES = torch.randn(NUM_IMAGES, 3, SIZE, SIZE, generator=_noise)
+IMAGES = torch.randn(NUM_IMAGES, 3, *SIZE, generator=_noise)
 LABELS = torch.randint(0, CLASSES, (NUM_IMAGES,), generator=_noise)
 
 
@@ -34,12 +34,12 @@ def reference(config, epoch, index):
     partner = order[order.index(index) ^ 1]
 
     def with_hole(number):
-        top, left, bottom, right = sample_mixing(config, 9, epoch, np.array([number]), SIZE, SIZE).hole[0]
+        top, left, bottom, right = sample_mixing(config, 9, epoch, np.array([number]), *SIZE).hole[0]
         image = IMAGES[number].clone()
         image[:, top:bottom, left:right] = 0
         return image
 
-    mixing = sample_mixing(config, 9, epoch, np.array([index]), SIZE, SIZE)
+    mixing = sample_mixing(config, 9, epoch, np.array([index]), *SIZE)
     own, other = with_hole(index), with_hole(partner)
     mixed = mixing.weight[0] * own + (1 - mixing.weight[0]) * other
     top, left, bottom, right = mixing.patch[0]

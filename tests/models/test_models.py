@@ -17,7 +17,6 @@ from models import build_model
     ("airbench", "7x7", 10, 2_495_658),  # its convolutions, 2 per channel of BatchNorm, a last layer of 384 x 10
     ("airbench96", "7x7", 10, 4_118_698),  # counted in the same way
     ("vgg16", "7x7", 10, 14_719_818),  # torchvision's convolutions and one linear layer
-    ("vgg16_bn", "7x7", 10, 14_728_266),  # as in pytorch-cifar
     ("vgg16", "imagenet", 1000, 138_357_544),  # this and the following: torchvision's documentation
     ("resnet50", "imagenet", 1000, 25_557_032),
     ("alexnet", "imagenet", 10, 57_044_810),  # with 1000 classes 61,100,840

@@ -23,6 +23,7 @@ from utils.data import build
 from utils.data.datasets.dataset import load_dataset, spread_over_classes
 from utils.distributed.world import World
 from utils.run.checkpoint import encode, read_checkpoint, step_path
+from utils.training.metrics.confusion import worst_classes
 
 BF16 = {"amp_dtype": "bf16", "batch_size": 8, "valid_batch_size_per_gpu": 12, "limit_train_batches": 2}  # bf16 is slow
 
@@ -127,6 +128,7 @@ def test_figures_match_the_confusion_matrix(run, capsys):
         assert f"{part['images']:,}│{part['confidence']:.2%}│{part['accuracy']:.2%}│" in printed
     worst = read_records(run, "end")[0]["worst_classes"][0]["class"]
     assert found["classes"][0]["class"] == worst and len(found["classes"]) == 10
+    assert [row[0] for row in worst_classes(torch.eye(11), range(11))] == [*range(10)]
 
 
 @pytest.mark.parametrize("loader", ["device", "torchvision"])

@@ -91,7 +91,7 @@ def test_images_of_any_size_and_format_and_unreadable_files(run, own, shapes, tm
     folder, noise = tmp_path / "images", np.random.default_rng(0)
     folder.mkdir()
     for name, mode, size in (
-        ("a.png", "RGB", (80, 40)), ("b.jpg", "L", (32, 32)), ("c.webp", "RGBA", (33, 90)),
+        ("a.png", "RGB", (80, 40)), ("b.jpg", "L", (32, 32)), ("c.WEBP", "RGBA", (33, 90)),
         ("d.tiff", "CMYK", (64, 64)), ("<i>&.bmp", "RGB", (20, 20)),
     ):  # fmt: skip
         pixels = noise.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
@@ -102,7 +102,7 @@ def test_images_of_any_size_and_format_and_unreadable_files(run, own, shapes, tm
     Image.fromarray(noise.integers(0, 256, (10, 10, 3), dtype=np.uint8)).save(tmp_path / "single.gif")
     out = tmp_path / "out"
     assert predict.main([str(run), str(tmp_path / "single.gif"), "--out", str(out), str(folder)]) == 0
-    inside = [str(folder / name) for name in ("<i>&.bmp", "a.png", "b.jpg", "c.webp", "d.tiff")]
+    inside = [str(folder / name) for name in ("<i>&.bmp", "a.png", "b.jpg", "c.WEBP", "d.tiff")]
     assert [row["image"] for row in rows(out)] == [str(tmp_path / "single.gif"), *inside, not_utf8]
     assert {row["true"] for row in rows(out)} == {""}
     (unreadable,) = rows(out, "unreadable.csv")

@@ -19,6 +19,7 @@ class OwnBuffers(nn.Module):
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("constant", torch.tensor(0.1))
         self.instance.register_buffer("constant", self.constant)
+        self.instance.register_buffer("none", None)
         self.register_buffer("mask", torch.tensor([0.0, -torch.inf]), persistent=False)
         self.register_buffer("last", torch.tensor(-1e30))
         self.register_buffer("first", torch.tensor(-torch.inf))

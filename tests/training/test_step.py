@@ -122,13 +122,13 @@ def test_the_measured_step_is_the_training_step(tiny, one_rank):
 
 @pytest.mark.parametrize("graphed", [False, True])
 def test_learning_rate_as_number_and_as_tensor(tiny, graphed, monkeypatch):
-    optimizer = build_optimizer(tiny(lr=0.5), [nn.Parameter(torch.ones(2))], graphed=graphed)
+    optimizer = build_optimizer(tiny(lr=0.5, weight_decay_bn_bias=False), nn.Linear(1, 2).parameters(), graphed=graphed)
     before = optimizer.param_groups[0]["lr"]
     for factor in (0.5, 0.25):
         with monkeypatch.context() as patches, HostReads(patches) as reads:
             set_learning_rate(optimizer, factor)
         assert reads.count == 0, "a rate on the device is written without reading it"
-        assert float(optimizer.param_groups[0]["lr"]) == 0.5 * factor
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5 * factor] * 2
     assert (optimizer.param_groups[0]["lr"] is before) is graphed  # a graph reads the tensor of its capture
 
 

@@ -19,7 +19,7 @@ from utils.training.validation import validate
 def test_on_the_same_batches_its_weights_equal_those_of_train_py(tiny, one_rank, monkeypatch, capsys):
     """Bitwise, over an epoch of training, its validation, and a cut of the learning rate."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    config = tiny("bs128")
+    config = tiny("bs128", valid_batch_size_per_gpu=1100)  # and 900 images
     trainer = Trainer(config, one_rank)
     simple = train_simple.Trainer(ModelConfig(model=config.model, num_classes=10), one_rank.device, config.seed)
     assert not torch.backends.cudnn.allow_tf32
@@ -62,8 +62,8 @@ def test_its_settings_equal_those_of_the_block(monkeypatch):
 
 def test_it_runs_and_needs_only_pytorch_torchvision_and_the_networks(monkeypatch, capsys):
     monkeypatch.setattr(train_simple, "CIFAR100", lambda _, transform, **__: FakeData(128, (3, 36, 36), 100, transform))
-    small = train_simple.build_model(ModelConfig(model="resnet8", num_classes=100))
-    monkeypatch.setattr(train_simple, "build_model", lambda config: small if config.model == "resnet50" else None)
+    small, usual = train_simple.build_model(ModelConfig(model="resnet8", num_classes=100)), ModelConfig(num_classes=100)
+    monkeypatch.setattr(train_simple, "build_model", lambda config: small if config == usual else None)
     monkeypatch.setattr(sys, "argv", ["train_simple.py", "--epochs", "1"])
     train_simple.main()
     assert re.search(r"^Time taken for epoch 1 is [\d.]+ sec, valid acc1=0\.\d+$", capsys.readouterr().out, re.M)

@@ -84,11 +84,13 @@ def test_the_first_steps_of_a_start_and_of_a_restored_checkpoint_are_checked_wit
         train_step(images, labels)
 
     monkeypatch.setattr(learner, "train_step", train)
+    rate = learner.optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     monkeypatch.setattr("utils.verify.verifier.time.perf_counter", lambda: len(hooks))  # a step takes a second
     due = next(step for step in range(1000) if is_due(config, step))
     checkpoint = learner.state_dict() | {"step": due - 5}
     some_steps(learner, verifier, 5)
     assert hooks == [1, 1] * FIRST_STEPS + [0, 0]  # each checked step twice
+    assert learner.optimizer.param_groups[0]["lr"] is rate, "a CUDA graph reads the tensor of its capture"
     assert [*verifier.remarks(), *verifier.remarks()] == ["Verified 3 step(s), none wrong, in 3.00 s"]
     hooks.clear()
     learner.load_state_dict(checkpoint)
