@@ -6,8 +6,7 @@ import os
 import shutil
 import signal
 
-# Before torch is imported, for this process and its children: spinning threads on shared cores slow each other down, up
-# to a hundredfold.
+# Before torch is imported, and for child processes too: threads that spin on shared cores are up to 100 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

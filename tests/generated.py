@@ -1,7 +1,4 @@
-"""Write config/schema.json, the block `default` of cifar100.yaml and tests/config/blocks.json; see test_config.py.
-
-python -m tests.generated
-"""
+"""`python -m tests.generated` writes config/schema.json, tests/config/blocks.json, and `default` in cifar100.yaml."""
 
 import json
 

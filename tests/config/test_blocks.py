@@ -22,8 +22,7 @@ SHORT = {
 
 
 def shorten(path, name):
-    """Return the settings of a block cut down to two epochs of one batch, the smallest network, and synthetic shapes or
-    small pictures."""
+    """Return a block's settings, cut to two epochs of one batch, the smallest network, and shapes or small pictures."""
     config = load_config(path, name)
     values = config.model_dump() | SHORT
     values |= {key: value for key, value in NEEDS_GPUS.items() if key != "data_loader" or values[key] == "dali"}

@@ -90,9 +90,11 @@ def test_validation_averages_mirrored_and_shifted_images(tiny, one_rank, views):
 
 def test_resizing_antialiases_and_keeps_the_memory_format():
     stripes = torch.full((2, 3, 32, 32), 0.25).to(memory_format=torch.channels_last)
-    stripes[0, ..., 16:] = stripes[1, ..., ::2] = 0.75  # an edge, and stripes finer than the grid: must become grey
+    stripes[0, ..., 16:] = 0.75  # an edge
+    stripes[1, ..., ::2] = 0.75  # finer than the small grid: must become grey
     small = resize(stripes, 16)
     assert small.shape == (2, 3, 16, 16) and small.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(small[0, ..., [0, -1]], torch.tensor([0.25, 0.75]).expand(3, 16, 2))
     assert small[0].min() > 0.2499 and small[0].max() < 0.7501, "cubic interpolation would overshoot"
     assert (small[1, ..., 2:-2] - 0.5).abs().max() < 0.05
     assert resize(stripes, None) is stripes
@@ -144,7 +146,8 @@ def test_of_equal_accuracies_the_first_is_the_best_and_an_incomplete_validation_
 
 EAGER = {"enable_nhwc": True, "enable_compile": True}
 PARALLEL = {"parallel": "dataparallel"}
-BF16, AUTOCAST = PARALLEL | {"amp_dtype": "bf16"}, ({"enable_amp": True}, {"opt_level": "O1"})
+BF16 = PARALLEL | {"amp_dtype": "bf16"}
+AUTOCAST = {"enable_amp": True}, {"opt_level": "O1"}
 
 
 @pytest.mark.parametrize(("changes", "message"), [

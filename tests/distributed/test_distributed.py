@@ -260,8 +260,7 @@ def run_with_a_faulty_worker(folder, killed):
         return really(self, batch)
 
     AugmentedImages.__getitem__ = faulty
-    changes = {"data_loader": "torchvision", "num_data_workers": 1, "limit_valid_batches": 1}
-    return run_program(folder, changes)
+    return run_program(folder, {"data_loader": "torchvision", "num_data_workers": 1, "limit_valid_batches": 1})
 
 
 NAN = "error: .*the loss stopped being a finite number in epoch 1, iteration 2,.*\n.*usual remedies.*"

@@ -94,7 +94,8 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypa
     assert choose_device("cuda", 1) == torch.device("cuda", 0)
     monkeypatch.setattr(os, "environ", TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"})
     monkeypatch.setattr(utils.distributed.ranks, "choose_device", chosen := Mock(return_value=torch.device("cpu")))
-    assert (utils.distributed.ranks.run_ranks(lambda world: None, "auto", 9), chosen.call_args.args) == (0, ("auto", 1))
+    assert utils.distributed.ranks.run_ranks(lambda world: None, "auto", 9) == 0
+    chosen.assert_called_once_with("auto", 1)
 
 
 def test_a_job_keeps_its_name_when_it_is_restarted():
@@ -166,8 +167,6 @@ def test_page_and_script_restrict_torchrun_to_the_loopback_like_the_tools():
     assert all(word in page for word in [*options, *(f"{name}={value}" for name, value in variables.items())])
     assert "store=" + options[1].partition("store_type=")[2] in script and f"export {next(iter(variables))}=1" in script
 
-
-# ---- real launchers
 
 SETTINGS = {"device": "cpu", "max_epochs": 3, "limit_train_batches": 4, "limit_valid_batches": 1}
 SHORT = ("train.py", "--config=quickstart", *as_options(SETTINGS | {"log_to_tensorboard": False}))
@@ -265,6 +264,3 @@ def test_torchrun_resumes_after_a_killed_worker(tmp_path, program):
     assert re.search(r"error: rank 0: no answer from rank 1 \(process \d+ on ", ended.stderr)
     assert "epoch 2, batch 0, step 4" in ended.stdout and "Finished" in ended.stdout
     assert not (tmp_path / "run.1").exists()
-    # the finished run resumes for one more epoch at another world size
-    more = launch(sys.executable, *SHORT, "--set", "max_epochs=4", "--run-dir", str(run), "--resume", str(run))
-    assert more.returncode == 0 and "epoch 4, batch 0, step 12" in more.stdout, more.stderr

@@ -25,9 +25,6 @@ LONG = 200  # seconds for which a main thread waits, longer than a test
 LIMIT = 5.0  # seconds, the timeout of the tests that wait for it
 
 
-# ---- what the ranks do in each test, after a barrier
-
-
 def add_up(world):
     print(world.all_reduce(torch.tensor([1.0 + world.rank])).item())
 
@@ -116,7 +113,7 @@ def end_soon():
 
 
 def play_within(seconds, name, *arguments):
-    """Be one rank that calls the function of this name."""
+    """Be one rank that calls the function of this name, after a barrier."""
     end_soon()
 
     def action(world):
@@ -180,8 +177,6 @@ def serve_store():
     return dist.TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
-# ---- ends
-
 ALONE, AGENT = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 NO_ANSWER = r"error: rank 0: no answer from rank {} \(process \d+ on \S+\): killed or stopped, or its node or .*"
@@ -208,7 +203,8 @@ def check_ends(ended, statuses, lines):
     "NCCL": (play, ("fail", 1, FULL, True), [1, 1, 1], f"error: rank 1: NCCL error in: {NCCL} Last .*no space left"),
     "stopped": (play, ("stop_on_request",), [75, 75, 75], "stopped with everything saved"),
     **{f"killed 2, {in_c}": (play, ("lose", 2, signal.SIGKILL, in_c), [1, 1, -9], NO_ANSWER.format(2))
-       for in_c in (False, True)}, "killed 0": (play, ("lose", 0, signal.SIGKILL, False), [-9, 1, 1], LOST_0),
+       for in_c in (False, True)},
+    "killed 0": (play, ("lose", 0, signal.SIGKILL, False), [-9, 1, 1], LOST_0),
     "killed while the ranks connect": (die_while_ranks_connect, (1,), [1, -9, 1], COLLECTIVE.format(10, SKIPPED)),
     "rank 0 killed while the ranks connect": (die_while_ranks_connect, (0,), [-9, 1, 1], LOST_0),
     "slow or stopped for a while": (play_with_long_collectives, ("slow_down",), [0, 0], ""),
@@ -251,9 +247,6 @@ def test_a_failure_of_the_main_process_is_not_blamed_on_another(tmp_path):
         sign_lock(lock, "7")
         ended = run_job(tmp_path, 2, play, "raise_on_main", tmp_path / "run")
     check_ends(ended, [2, 2], r"error: rank 0: /.*")
-
-
-# ---- start
 
 
 @pytest.mark.parametrize(("name", "starts"), {  # ranks, their number, variables, timeout; status; lines
@@ -326,7 +319,8 @@ def test_ranks_with_other_devices_are_refused():
 
 @pytest.mark.parametrize("one_node", [True, False])
 def test_the_store_of_one_node_answers_that_node_only(tmp_path, one_node):
-    port, elsewhere = free_port(), {} if one_node else ALONE | {"MASTER_ADDR": "localhost"}
+    port = free_port()
+    elsewhere = {} if one_node else ALONE | {"MASTER_ADDR": "localhost"}
     variables = [torchrun_variables(rank, 2, port, **elsewhere) for rank in range(2)]
     ended = Job(tmp_path, play, ("print_addresses_of_the_store",), variables).wait()
     assert [one.status for one in ended] == [0, 0], ended[0].errors

@@ -72,8 +72,7 @@ def test_bf16_is_within_rounding_of_float32(monkeypatch):
 
 
 def test_layers_it_replaces(tiny):
-    """In ResNet50, 38 of 53 convolutions have over 128 x 128 channels, 24 over 256 x 256, bf16's minimum. What auto
-    chooses is in Winograd's test."""
+    """In ResNet50, 38 of 53 convolutions have over 128 x 128 channels, and 24 over 256 x 256, the minimum for bf16."""
     for changes, device, number in (({}, "cpu", 38), (BF16, "cpu", 24), ({}, "cuda", 0)):
         with torch.device("meta"):
             model = build_model(tiny(model="resnet50"))

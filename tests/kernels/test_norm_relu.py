@@ -20,7 +20,6 @@ from utils.kernels import norm_relu as fusion
 from utils.kernels.norm_relu import norm_relu, norm_relu_backward, normalise
 from utils.program import missing_compiler
 
-CPU = torch.device("cpu")
 ON = {"fuse_norm_relu": True, "enable_nhwc": True}
 needs_compiler = pytest.mark.skipif(bool(missing_compiler(gpu=False)), reason="no C++ compiler")
 

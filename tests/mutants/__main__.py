@@ -20,18 +20,16 @@ import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from ruamel.yaml import YAML
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 NO_TESTS = 5  # pytest's exit status
-Mutant = dict[str, Any]  # an entry, and "table": the name of its YAML file, and "file"
 
 
 def read_mutants(folder):
-    """Read the mutants of all YAML files in `folder`."""
+    """Read the mutants of all YAML files in `folder`: each an entry with "table", the file's name, and "file"."""
     return [
         {"table": path.stem, "file": file, "k": ""} | entry
         for path in sorted(folder.glob("*.yaml"))
@@ -41,8 +39,7 @@ def read_mutants(folder):
 
 
 def run_tests(root, tests, k, limit, mutant=None):
-    """Run tests in a copy of the tracked files, with a mutant; return pytest's exit status, -1 after `limit` seconds,
-    None for a stale mutant."""
+    """Run tests on a copy of the files that git tracks; return pytest's status, -1 after `limit` s, None if stale."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = f"git ls-files -z | xargs -0 cp -P --parents -t {folder}"
         subprocess.run(copy, shell=True, cwd=root, stderr=subprocess.DEVNULL, check=False)  # without deleted files

@@ -62,13 +62,11 @@ def test_command_parses(where, command, capsys, monkeypatch):
     assert left.value.code == 0
     printed = capsys.readouterr().out
     assert "option_strings" not in printed, "a % in a help text"
-    offered = set(OPTION.findall(printed))
-    assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= offered
+    assert {word.split("=")[0] for word in arguments if word.startswith("--")} <= set(OPTION.findall(printed))
 
 
 def test_sbatch_commands_can_be_submitted(monkeypatch):
-    """In every `sbatch [OPTIONS] SCRIPT [ARGUMENTS]` the script exists, its #SBATCH lines have the options, and
-    train.py takes the arguments."""
+    """Each script of `sbatch [OPTIONS] SCRIPT [ARGUMENTS]` exists and has the options, and train.py the arguments."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     seen = set()

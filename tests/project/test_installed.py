@@ -57,8 +57,7 @@ def environment(tmp_path_factory):
         shutil.copy(ROOT / path, source / path)
     python = environment / "bin/python"
     run([sys.executable, "-m", "venv", "--without-pip", str(environment)], folder)
-    inside = packages(environment)
-    (inside / "libraries.pth").write_text(sysconfig.get_paths()["purelib"])
+    (packages(environment) / "libraries.pth").write_text(sysconfig.get_paths()["purelib"])
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-build-isolation"]
     run([*pip, str(source)], folder)
     shutil.rmtree(source)
@@ -90,8 +89,7 @@ def test_the_documented_experiment_runs_as_it_stands(environment, tmp_path):
     script = f"PATH={shlex.quote(str(environment / 'bin'))}:$PATH\n{parts.pop('commands')}"
     for name, text in parts.items():
         (tmp_path / name).write_text(text)
-    said = run(["bash", "-euc", script], tmp_path)
-    assert "as recorded in training: equal to the last digit" in said
+    assert "as recorded in training: equal to the last digit" in run(["bash", "-euc", script], tmp_path)
     assert len((tmp_path / "predictions/predictions.csv").read_text().splitlines()) == 2001
     exported = {path.name for path in (tmp_path / "weights").iterdir()}
     assert exported == {"MODEL_CARD.md", "model.pt2", "model.safetensors"}

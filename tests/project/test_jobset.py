@@ -104,4 +104,3 @@ def test_evicted_training_resumes(tmp_path):
     wait_until("second start", 100, lambda: log.read_text().count("Starting Training Loop") == 2, 0.2)
     pods.processes[0].send_signal(signal.SIGTERM)
     assert pods.wait() == [75, 75]
-    assert Pods(tmp_path, 2, 1, "--config=nosuch").wait() == [2, 2]

@@ -113,8 +113,7 @@ def import_everything(folder):
 
 
 def test_imports_have_no_side_effects(tmp_path):
-    """Importing all modules in one process prints nothing, writes no file, starts no CUDA, sets no signal handler and
-    changes no random state or torch setting."""
+    """Nothing is printed or written, no CUDA started, no signal handler, random state or setting of torch changed."""
     (empty := tmp_path / "empty").mkdir()
     assert Job(tmp_path, import_everything, [empty], [{}]).wait() == [Ended(0, "", "")]
 

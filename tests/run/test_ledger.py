@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
-from tests.conftest import POLLS, ROOT, interrupt, read_records, run
+from tests.conftest import POLLS, interrupt, read_records, run
 from tools import runs
 from train import Trainer
 from utils.run.clock import ACTIVITIES, LOOP, WORK, Clock
@@ -107,7 +105,8 @@ def test_the_parts_add_up_to_the_wall_clock():
     starts, seconds = runs.find_ledger(LOST_AND_RESUMED)
     assert starts == 2 and sum(seconds.values()) == 1030 + 9 - 1000
     spent = {"start": 8, "train": 7.5, "input": 0.5, "validation": 0.5, "test": 0.5, "replay": 3, "stopped": 19}
-    assert seconds == dict.fromkeys(seconds, 0) | spent and runs.find_ledger([{"kind": "start"}]) == (0, {})
+    assert seconds == dict.fromkeys(seconds, 0) | spent
+    assert runs.find_ledger([{"kind": "start"}]) == (0, {})
     # clocks that disagree add no time
     rows = [begin(1000), at(6, train=6), begin(990, 6), at(9, train=3), {"kind": "step", "step": 9}]
     assert sum(runs.find_ledger(rows)[1].values()) == 10 + 7
@@ -121,16 +120,10 @@ def test_the_command_shows_it(tmp_path, capsys):
         assert text in shown
 
 
-def test_process_age_counts_seconds():
-    began = time.monotonic()
-    code = "import time; time.sleep(0.3); from utils.run.clock import process_age as age; print(age())"
-    age = float(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
-    assert 0.3 <= age <= time.monotonic() - began + 0.02  # the kernel's resolution is 0.01 s
-
-
 def test_a_killed_start_stays_in_the_ledger(tiny, one_rank, tmp_path):
     """Although its records are dropped: the run goes back to step 6."""
-    began, config = time.time(), tiny(max_epochs=2, log_freq=1, checkpoint_every_steps=3)
+    began = time.time()
+    config = tiny(max_epochs=2, log_freq=1, checkpoint_every_steps=3)
     trainer = Trainer(config, one_rank, tmp_path / "run", "tiny", "auto")
     interrupt(trainer, POLLS + 4, Mock(side_effect=KeyboardInterrupt))  # after step 8
     with pytest.raises(KeyboardInterrupt):

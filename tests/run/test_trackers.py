@@ -36,6 +36,9 @@ def test_a_package_has_one_run_over_all_starts(tiny, one_rank, tmp_path, name):
         (found,) = client.search_runs([experiment.experiment_id])
         assert (found.info.run_id, found.info.run_name, found.info.status) == (identity, "run", "FINISHED")
         assert found.data.params["lr"] == "0.05"
+        for kind, value, tag in (("epoch", "acc1/valid", "acc1/valid"), ("step", "loss", "step/loss")):
+            history = [(point.step, point.value) for point in client.get_metric_history(identity, tag)]
+            assert history == [(row[kind], row[value]) for row in read_records(folder, kind)]
     else:
         files = [*folder.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")]
         # its service may write the files after the run has ended

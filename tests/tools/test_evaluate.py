@@ -111,16 +111,19 @@ def test_within_an_epoch_the_ranks_batch_norm_statistics_are_averaged(run, tmp_p
 
 
 def test_figures_match_the_confusion_matrix(run, capsys):
-    found, printed = results(run), "".join(capsys.readouterr().out.split())
+    found = results(run)
+    printed = "".join(capsys.readouterr().out.split())
     assert api.evaluate(run) == found
     counts = np.array(found["confusion"])
-    assert counts.sum() == found["images"] == 2000 and counts.trace() / 2000 == found["acc1"] <= found["acc5"] <= 1
+    assert counts.sum() == found["images"] == 2000
+    assert counts.trace() / 2000 == found["acc1"] <= found["acc5"] <= 1
     for row in found["classes"]:
         label = found["class_names"].index(row["class"])
         right, images, predicted = counts[label, label], counts[label].sum(), counts[:, label].sum()
         assert (row["images"], row["accuracy"]) == (images, right / images)
         assert row["precision"] == (right / predicted if predicted else None)
-    wrong, rows, number_of = counts - np.diag(counts.diagonal()), found["mistakes"], found["class_names"].index
+    wrong = counts - np.diag(counts.diagonal())
+    number_of, rows = found["class_names"].index, found["mistakes"]
     assert all(counts[number_of(row["class"]), number_of(row["taken_for"])] == row["images"] for row in rows)
     assert [row["images"] for row in rows] == np.sort(wrong, axis=None)[::-1][:10].tolist()
     assert sum(part["images"] for part in found["bins"]) == 2000 and len(found["bins"]) == 15
@@ -132,11 +135,14 @@ def test_figures_match_the_confusion_matrix(run, capsys):
 
 
 @pytest.mark.parametrize("loader", ["device", "torchvision"])
-def test_a_folder_gives_the_same_figures_as_its_images_in_the_validation_set(run, folders, loader, capsys):
+def test_a_folder_gives_the_same_figures_as_its_images_in_the_validation_set(run, folders, loader, capsys, monkeypatch):
+    monkeypatch.setattr(evaluate, "TOP", 1)  # counted apart from acc1, which it replaces
     in_folders = results(run, "--data", folders, "--set", f"data_loader={loader}")
     own = results(run, "--set", "limit_valid_batches=1", "--set", "valid_batch_size_per_gpu=150")
     assert in_folders["images"] == own["images"] == 150 and in_folders["recorded"] is None
-    assert in_folders["loss"] == pytest.approx(own["loss"], rel=1e-5) and in_folders["confusion"] == own["confusion"]
+    assert in_folders["loss"] == pytest.approx(own["loss"], rel=1e-5)
+    assert in_folders["confusion"] == own["confusion"]
+    assert in_folders["acc1"] == np.trace(own["confusion"]) / 150
     assert list(in_folders["unreadable"]) == [str(folders / "disc/no image.png")]
     assert "1 files cannot be read and are skipped" in capsys.readouterr().out
 
@@ -150,7 +156,8 @@ def test_top_counts_and_calibration_equal_their_definitions(one_rank):
     ranks = (outputs >= outputs.gather(1, labels[:, None])).sum(1)
     assert top.collect(one_rank) == (ranks <= 3).sum()
     confidence, predicted = outputs.double().softmax(1).max(1)
-    expected, bins = 0.0, calibration.collect(one_rank)
+    expected = 0.0
+    bins = calibration.collect(one_rank)
     for number, part in enumerate(bins):
         chosen = (confidence > number / 10) & (confidence <= (number + 1) / 10)
         assert part["images"] == chosen.sum()
@@ -195,7 +202,6 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, refuses, ca
     (["{run}", "--set", "ema_decay=0.9"], 2, "--set ema_decay: cannot be changed after training; it was None"),
     (["{run}", "--json", "/proc/none/file"], 2, "--json /proc/none/file: cannot be written"),
     (["{run}", "--data", "{photos}/disc"], 3, "has images outside class folders; expected"),
-    (["{run}", "--data", "{photos}/none"], 3, "none: cannot be read"),
     (["{run}", "--data", "{own}/unknown"], 3, "folders that are no classes of this run: zebra"),
     (["{run}", "--data", "{own}/broken"], 3, "not one of 1 images can be read"),
     (["{run}", "--data", "{own}/broken", "--set=data_loader=torchvision"], 3, "not one of 1 images can be read"),

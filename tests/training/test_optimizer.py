@@ -181,7 +181,7 @@ def test_fused_sgd_survives_a_first_step_that_loss_scaling_skips(tiny):
 
 
 @pytest.mark.parametrize("changes", [{"momentum": 0.0}, {}, {"optimizer": "adamw"}, {"optimizer": "muon"}], ids=str)
-def test_a_restored_optimizer_keeps_its_buffers_but_not_its_options(tiny, changes):
+def test_a_restored_optimizer_keeps_its_buffers_in_the_new_memory_format_but_not_its_options(tiny, changes):
     """enable_nhwc and momentum may change between two starts; the fused kernel ignores strides."""
     (first, second), results = torch.randn(2, 4, 3, 2, 2), []
     for fused in (False, True):

@@ -128,8 +128,6 @@ def test_texts_hold_configuration_environment_and_worst_classes(browser, tensorb
     see(browser, rf"{worst['class']}\s+{100 * worst['accuracy']:.1f}%")
 
 
-# ---- the report
-
 MARKUP = "<b>bold<img src=x onerror=document.title='hurt'>"
 
 

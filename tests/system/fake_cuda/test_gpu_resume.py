@@ -99,8 +99,7 @@ RUN = {
     "lr": 0.01, "log_freq": 1000, "log_to_screen": False, "log_to_tensorboard": False, "num_data_workers": 0,
 }  # fmt: skip
 
-# ---- blocks, at their smallest; those that are then equal run once
-
+# The blocks at their smallest; those that are then equal run once.
 SMALL = RUN | {
     "num_classes": CLASSES, "model": "resnet8", "stem": "7x7", "width": 1, "zero_init_residual": False,
     "momentum": 0.9, "weight_decay": 1e-4, "lr_decay_factor": 0.1, "seed": 0, "limit_train_batches": STEPS,
@@ -142,8 +141,6 @@ def test_a_block_resumes_after_a_stop(values, pictures, tmp_path, monkeypatch, r
     elif runtime.is_active() and GOLDEN.read_text().startswith(torch.__version__.partition("+")[0]):
         assert line in GOLDEN.read_text().splitlines(), "if intended: write golden_steps.txt again"
 
-
-# ---- pairs of switches
 
 QUICK = 16  # rows, with 95 % of the pairs; later ones are slow
 # Values to try for numbers and lists; other settings' values follow from their types.
