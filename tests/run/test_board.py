@@ -77,8 +77,7 @@ def test_hparams_have_a_row_of_settings_and_results(run):
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder))
     multiplexer.Reload()
     context = backend_context.Context(TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(folder))))
-    request = api_pb2.GetExperimentRequest()
-    experiment = get_experiment.Handler(RequestContext(), context, "", request).run()
+    experiment = get_experiment.Handler(RequestContext(), context, "", api_pb2.GetExperimentRequest()).run()
     assert [info.name for info in experiment.hparam_infos] == [CHANGES, *ALWAYS_SHOWN]
     assert not any(info.HasField("domain_discrete") for info in experiment.hparam_infos)  # an empty one hides all runs
     metrics = [info.name.tag for info in experiment.metric_infos]

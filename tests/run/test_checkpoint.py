@@ -97,7 +97,8 @@ def test_one_that_cannot_be_read_is_tried_again_before_an_older_one_is_used(save
 def test_the_log_names_skipped_checkpoints_and_lost_best_weights(resume, saved):
     for path in (newest := list_checkpoints(saved)[0]), saved / "best.pt":
         path.write_bytes(path.read_bytes()[:-1])
-    best, opened = read_checkpoint(saved / "step-000000008.pt")["best"]["epoch"], resume()
+    best = read_checkpoint(saved / "step-000000008.pt")["best"]["epoch"]
+    opened = resume()
     assert [line.partition(" (")[0] for line in resume.lines()] == [
         f"Skipped: {newest}: is damaged or not a checkpoint of this program",
         f"Skipped: {saved / 'best.pt'}: is damaged or not a checkpoint of this program",
@@ -199,7 +200,8 @@ def test_a_best_accuracy_over_another_validation_set_is_no_longer_the_best(tiny,
     few, all_images = tiny(max_epochs=1, limit_valid_batches=1, valid_batch_size_per_gpu=30), tiny(max_epochs=2)
     run(few, one_rank, tmp_path)
     (path,) = list_checkpoints(tmp_path / "checkpoints")
-    state, measures = read_checkpoint(path), {"images": 30, "test_time_views": 1, "ema_decay": None}
+    state = read_checkpoint(path)
+    measures = {"images": 30, "test_time_views": 1, "ema_decay": None}
     assert (state["best"]["images"], state["best"]["measures"]) == (30, measures)
     for name in (path.name, "best.pt"):
         (path.parent / name).write_bytes(encode(state | {"best": state["best"] | {"acc1": 1.0}}))

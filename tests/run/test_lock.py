@@ -81,7 +81,8 @@ def wait_for(ready, enough):
 
 def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
     context = multiprocessing.get_context("fork")
-    ready, enough, lock = context.Event(), context.Event(), lock_folder(tmp_path / "run")
+    ready, enough = context.Event(), context.Event()
+    lock = lock_folder(tmp_path / "run")
     worker = context.Process(target=wait_for, args=(ready, enough), daemon=True)
     worker.start()
     assert ready.wait(60)

@@ -136,9 +136,8 @@ def test_mfu_counts_all_devices_and_ranks_of_a_host_share_one(tiny, one_rank, tm
     found = Trainer(tiny(limits_report=limits, enable_amp=False), one_rank, tmp_path).meters
     one = found.at_log_point(Window(100, 1.0), 0)["mfu"]
     assert found.totals(100) == {"joules": 0, "joules_per_image": 0} and found.totals(0) == {}
-    assert (
-        Trainer(tiny(limits_report=limits, enable_amp=True, amp_dtype="bf16"), one_rank, tmp_path).meters.peak is None
-    )
+    half = tiny(limits_report=limits, enable_amp=True, amp_dtype="bf16")
+    assert Trainer(half, one_rank, tmp_path).meters.peak is None, "the report has no bf16"
     found.devices = 2
     assert found.at_log_point(Window(100, 1.0), 0)["mfu"] == pytest.approx(one / 2)
     assert found.totals(100) == {}, "as with DataParallel, only one of the GPUs is known"

@@ -40,7 +40,8 @@ def interrupts(number):
 def test_a_second_ctrl_c_stops_at_once(first, one_rank, set_clock, capfd, monkeypatch):
     """But not a copy of the first one that a launcher passes on, nor any other signal."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # the tests may run under nohup
-    requests, before = StopRequests(one_rank), signal.getsignal(signal.SIGINT)
+    requests = StopRequests(one_rank)
+    before = signal.getsignal(signal.SIGINT)
     set_clock(100)
     with requests.listen():
         assert not requests.poll() and not interrupts(first) and requests.poll()
@@ -48,7 +49,8 @@ def test_a_second_ctrl_c_stops_at_once(first, one_rank, set_clock, capfd, monkey
         assert not interrupts(signal.SIGINT)
         set_clock(101.1)
         assert not interrupts(signal.SIGTERM) and not interrupts(signal.SIGUSR1)
-        assert requests.name() == first.name and interrupts(signal.SIGINT)
+        assert requests.name() == first.name
+        assert interrupts(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().err.count("Ctrl-C again stops at once, without saving") == 1
 
@@ -79,7 +81,8 @@ def test_the_own_copy_of_another_ranks_ctrl_c_is_not_a_second_one(set_clock, mon
 
 def test_the_interval_doubles_at_most():
     """While the host runs ahead of a GPU, batches seem to take no time. The flags are compared after 1, 3, 7, 15."""
-    (requests := StopRequests(World(1, 1, 2, torch.device("cpu"))))._compare = Mock(return_value=[0, 1])
+    requests = StopRequests(World(1, 1, 2, torch.device("cpu")))
+    requests._compare = Mock(return_value=[0, 1])
     assert not any(requests.poll() for _ in range(20)) and requests._compare.call_count == 4
 
 

@@ -109,7 +109,8 @@ def test_a_file_that_does_not_fit_is_refused_with_the_differences(tiny, one_rank
 @pytest.mark.parametrize("there", [[*"badcefghij"], [*"abcdefghi", "z"], [*"abcdefgh", "i", "e\u0301"]])
 def test_a_head_of_other_classes_or_another_order_is_refused(tmp_path, other, there):
     """Also of a name that differs only in its Unicode form, as of a folder that was copied from a Mac."""
-    here, path = [*"abcdefghi", "\u00e9" if there[-1] == "e\u0301" else "j"], tmp_path / "weights.safetensors"
+    here = [*"abcdefghi", "\u00e9" if there[-1] == "e\u0301" else "j"]
+    path = tmp_path / "weights.safetensors"
     save_file(other, path, {"data": json.dumps({"class_names": there})})
     with pytest.raises(CheckpointError, match=f"its head is for other classes .*\ngive .* names {there[0]}, "):
         read_pretrained(str(path), other, here)

@@ -64,8 +64,8 @@ def test_waiting_for_input_is_measured_and_reported_once(one_rank, clock):
     """A rank's own time ends with the first layer's gradient: under DDP, later time is the wait for other ranks."""
     model = nn.Sequential(nn.Conv2d(3, 1, 1), nn.Conv2d(1, 1, 1))
     watch = StepWatch(model, one_rank, running())
-    windows = epoch(watch, model, clock, waiting=3)
-    assert windows == [0.3] * 4 and [end - start for start, end in watch._spans[:-1]] == [3 + 2] * 4
+    assert epoch(watch, model, clock, waiting=3) == [0.3] * 4
+    assert [end - start for start, end in watch._spans[:-1]] == [3 + 2] * 4
     remarks = watch.remarks()
     assert len(remarks) == 1 and "takes 30% of the time; try more num_data_workers" in remarks[0]
     epoch(watch, model, clock, waiting=3)
@@ -105,7 +105,8 @@ def test_a_rank_that_has_become_slow_is_named_once_by_the_epochs_steps(one_rank,
 
 
 def test_worst_classes_and_their_confusions(one_rank):
-    confusion, outputs = Confusion(3, one_rank.device), torch.eye(3)
+    confusion = Confusion(3, one_rank.device)
+    outputs = torch.eye(3)
     confusion.add(outputs[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 0]))
     confusion.add(outputs[[0]], torch.tensor([1]))
     counts = confusion.collect(one_rank)

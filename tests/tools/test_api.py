@@ -74,7 +74,8 @@ def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path):
 def test_load_gives_the_predictions_of_the_command(run, one_rank, tmp_path):
     with pytest.warns(UserWarning, match="deterministic: the same bits in every run"):
         model, names, transform = api.load(run.folder, deterministic=True, test_time_views=2)
-    dataset, chosen = load_dataset("shapes", tmp_path, download=False), spread_over_classes(np.arange(2_000), 100)
+    dataset = load_dataset("shapes", tmp_path, download=False)
+    chosen = spread_over_classes(np.arange(2_000), 100)
     pictures = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in dataset.valid.images[chosen]]
     with torch.no_grad():
         probabilities = model(torch.stack([transform(picture) for picture in pictures])).double().softmax(1)
@@ -90,7 +91,7 @@ def test_load_prepares_a_picture_as_validation_does(folders, tmp_path):
     values = SHORT | SETTINGS | IMAGENET | {"data_path": str(folders), "max_epochs": 1}
     (tmp_path / "own.yaml").write_text("mine: {}\n")
     trained = api.train("mine", yaml_config=tmp_path / "own.yaml", run_dir=tmp_path / "run", **values)
-    transform, picture = api.load(trained.folder).transform, Image.open(folders / "val/ant/0.JPEG")
+    picture = Image.open(folders / "val/ant/0.JPEG")
     expected = functional.to_tensor(functional.center_crop(functional.resize(picture, 55), 48))  # 55 = 48 / 0.875
     expected = functional.normalize(expected, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    torch.testing.assert_close(transform(picture), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(api.load(trained.folder).transform(picture), expected, rtol=0, atol=1e-5)

@@ -33,9 +33,7 @@ SHAPES = {"dataset": "shapes", "num_classes": 10, "model": "resnet8", "device": 
 SMALL = as_options(SHAPES | {"batch_size": 16, "num_data_workers": 1})
 OTHERS = ("timm", "lightning", "plain PyTorch")  # rows of `bench peers`
 RUNGS = ("bs256", "bs256-amp-nhwc-extra-opts-graphs", "fastest")  # a CPU skips the second
-LIMITS = [
-    f"{what}, TFLOP/s" for kind in ("float32", "bf16") for what in (f"product {kind}", f"convolution {kind} NHWC")
-]
+LIMITS = [f"{op}, TFLOP/s" for kind in ("float32", "bf16") for op in (f"product {kind}", f"convolution {kind} NHWC")]
 
 
 def test_trials_are_interleaved_and_the_warm_up_is_dropped():

@@ -127,7 +127,8 @@ PORTS = at("mlx5_0/ports/1", UP) | at("mlx5_1/ports/1", UP)
     *(("infiniband", PORTS | {f"mlx5_1/ports/1/counters/{error}": 3}, "warn", f"mlx5_1/1: {error} 3")
       for error in ("link_downed", "link_error_recovery", "symbol_error", "port_rcv_errors")),
     ("infiniband", PORTS | {"mlx5_1/ports/1/rate": "100 Gb/sec (1X NDR)"}, "warn",
-     "100 Gb/sec (1X NDR); 400 Gb/sec (4X NDR)"), ("infiniband", PORTS | {"mlx5_1/ports/1/state": "1: DOWN"}, "warn",
+     "100 Gb/sec (1X NDR); 400 Gb/sec (4X NDR)"),
+    ("infiniband", PORTS | {"mlx5_1/ports/1/state": "1: DOWN"}, "warn",
      "1 of 2 ports up; 400 Gb/sec (4X NDR); mlx5_1/1 is 1: DOWN"),
     ("infiniband", PORTS | {f"mlx5_{n}/ports/1/state": "2: INIT" for n in (0, 1)}, "fail", "0 of 2 ports up"),
 ])  # fmt: skip
@@ -200,7 +201,8 @@ NOT_SUPPORTED = ("Temperature", "RemappedRows", "PowerManagementLimit", "Current
 ])  # fmt: skip
 def test_health_of_a_gpu(changes, level, words):
     (finding,) = hardware.check_gpu(mocked_nvml(**changes), 0)
-    assert finding.level == level and finding.message.endswith(words) and bool(finding.remedy) == (level != "ok")
+    assert finding.level == level and finding.message.endswith(words)
+    assert bool(finding.remedy) == (level != "ok")
 
 
 def test_all_gpus_are_checked_and_a_missing_driver_is_reported(monkeypatch):
@@ -329,7 +331,7 @@ def test_a_missing_damaged_or_single_record_is_an_error_in_one_line(content, tmp
     assert doctor.main([option, str(tmp_path / "a.json")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "a.json") in line
-    assert ("resnet50-at-scale doctor --json" in line) == ("H200" not in str(content))
+    assert ("resnet50-at-scale doctor --json" in line) == ("H200" not in str(content))  # which is whole, but one
 
 
 def test_a_figure_15_percent_below_the_baseline_fails(tmp_path, monkeypatch, capsys):
@@ -453,7 +455,8 @@ def test_a_short_burn_in_on_this_machine(tiny, one_rank, monkeypatch):
     monkeypatch.setattr(World, "broadcast", asked := Mock(side_effect=lambda value: value))
     finding = measured.burn_in(tiny(), one_rank, 1)
     assert finding.figures == {"images/s": 2 * 32 / 0.05} and "4 rounds" in finding.message
-    assert finding.level == "ok" and "4 equal fingerprints" in finding.message and asked.call_args.args == (False,)
+    assert finding.level == "ok" and "4 equal fingerprints" in finding.message
+    assert asked.call_args.args == (False,), "the ranks end together"
 
 
 def test_container_recipes_install_what_the_project_needs(monkeypatch, capsys):

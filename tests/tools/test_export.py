@@ -35,7 +35,8 @@ def image_batch():
 def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_path, image_batch, changes, capsys):
     Trainer(tiny(**{"limit_train_batches": 40} | changes), one_rank, tmp_path, "tiny", "auto").train()
     assert export.main([str(tmp_path)]) == 0
-    printed, (pixels, labels) = capsys.readouterr().out, image_batch
+    printed = capsys.readouterr().out
+    pixels, labels = image_batch
     logits = torch.export.load(tmp_path / "export/model.pt2").module()(pixels)
     best = max(record["acc1/valid"] for record in read_records(tmp_path, "epoch"))
     found = (logits.argmax(1) == labels).float().mean().item()
@@ -48,7 +49,8 @@ def test_the_exported_program_classifies_as_validation_did(tiny, one_rank, tmp_p
 @pytest.fixture(scope="module")
 def exported(tiny, one_rank, tmp_path_factory):
     """The exported files of a run under autocast that validates with two views of each image."""
-    folder, config = tmp_path_factory.mktemp("exported"), tiny(test_time_views=2, enable_amp=True, amp_dtype="bf16")
+    folder = tmp_path_factory.mktemp("exported")
+    config = tiny(test_time_views=2, enable_amp=True, amp_dtype="bf16")
     Trainer(config, one_rank, folder / "run", "tiny", "auto").train()
     environment = {"version": "1.2", "commit": "c0ffee", "torch": "2", "command": ["train.py", "--config=tiny a"]}
     (folder / "run/environment.json").write_text(json.dumps(environment))

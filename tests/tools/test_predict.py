@@ -84,7 +84,8 @@ def test_the_page_shows_the_worst_mistakes_with_their_pictures(own, shapes):
         np.testing.assert_array_equal(pixels, shapes.valid.images[int(row["image"])].transpose(1, 2, 0))
     page = (own / "worst.html").read_text()
     assert f"the worst of {len(mistakes):,} mistakes" in page
-    assert "&lt;tiny&gt; &amp; run" in page and "<tiny>" not in page and "http" not in page and "<script" not in page
+    assert "&lt;tiny&gt; &amp; run" in page and "<tiny>" not in page
+    assert "http" not in page and "<script" not in page
 
 
 def test_images_of_any_size_and_format_and_unreadable_files(run, own, shapes, tmp_path, capsys):
@@ -143,7 +144,7 @@ def test_two_ranks_write_the_same_as_one(run, own, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "status", "message"), [
     (["none.png"], 3, "none.png: cannot be read: No such file or directory\n"),
-    (["empty"], 3, "empty: holds no images"), (["broken.png"], 3, "not one of 1 images can be read"),
+    (["empty"], 3, "empty: holds no images"),
     (["broken.png", "broken.png", "--set=data_loader=torchvision"], 3, "not one of 2 images can be read"),
     (["--set", "data_loader=synthetic"], 2, "data_loader synthetic reads no images"),
     (["--out", "broken.png"], 2, "broken.png: cannot hold results")])  # fmt: skip

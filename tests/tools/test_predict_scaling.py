@@ -28,8 +28,7 @@ def test_a_perfect_machine_scales_perfectly_and_each_cost_appears_by_itself():
     for gpus in (1, 8, 4096):
         assert STEP.efficiency(gpus, FREE, 64)[0] == pytest.approx(1.0)
         assert STEP.efficiency(gpus, FREE, 64 / gpus)[0] == pytest.approx(1.0)
-    noisy = STEP.predict(2, FREE._replace(noise=0.1), 64)
-    assert noisy == pytest.approx(0.3 * (1 + 0.1 / math.sqrt(math.pi)))
+    assert STEP.predict(2, FREE._replace(noise=0.1), 64) == pytest.approx(0.3 * (1 + 0.1 / math.sqrt(math.pi)))
     assert STEP.predict(2, FREE._replace(host=0.1), 64) == pytest.approx(0.4)
     assert STEP.predict(2, FREE._replace(memory=1e9, copies=6), 64) == pytest.approx(0.3 + 6 * 2e7 / 1e9)
     assert STEP.predict(64, FREE._replace(floor=0.01), 1) == 0.01, "strong scaling ends at the floor"
@@ -66,7 +65,8 @@ def report(tmp_path):
     def write(**content):
         config = load_config(CIFAR100, "bs256").model_dump(mode="json") | {"learning_speed": 0.1}
         rungs = {name: {"full": {"median": rate}} for name, rate in (("slow", 1000.0), ("fast", 12800.0))}
-        results, path = {"rungs": rungs, "configs": {"fast": config}}, tmp_path / "bench.json"
+        results = {"rungs": rungs, "configs": {"fast": config}}
+        path = tmp_path / "bench.json"
         path.write_text(json.dumps({"bench": "ladder", "config": config, "results": results} | content))
         return str(path)
 

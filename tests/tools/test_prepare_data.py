@@ -67,7 +67,8 @@ def plant_link(path):
 def test_a_bad_archive_is_not_opened(damage, tiny100, archive, tmp_path, capsys):
     damage(archive)
     assert run(tiny100, tmp_path / "data", "--from", archive) == 3
-    error, problem = capsys.readouterr().err, "missing, truncated, altered, or not the official cifar-100-python.tar.gz"
+    error = capsys.readouterr().err
+    problem = "missing, truncated, altered, or not the official cifar-100-python.tar.gz"
     assert error.startswith(f"error: {archive}: {problem}") and error.count("\n") == 2
     assert "python -m tools.prepare_data --dataset cifar100" in error
     assert_nothing_written(tmp_path / "data")

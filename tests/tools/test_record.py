@@ -60,8 +60,7 @@ def folder(tmp_path, tiny):
 
 
 def test_mean_and_deviation_over_seeds(folder, tiny):
-    out = folder(0.4, 0.5, 0.6)
-    summary = record.summarise(out, "tiny", tiny(stop_at_accuracy=0.4))
+    summary = record.summarise(folder(0.4, 0.5, 0.6), "tiny", tiny(stop_at_accuracy=0.4))
     assert (summary["reached"], summary["seeds"]) == (3, [0, 1, 2])
     assert summary["seconds"]["command"] == {"mean": 11.0, "sd": 1.0}
     assert record.row_of(summary)[:7] == ["tiny", "40%", "3", "3 of 3", "2.0 ± 0.0", "60.00 ± 10.00", "11.0 ± 1.0"]

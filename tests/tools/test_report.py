@@ -162,7 +162,8 @@ def test_damaged_files_are_problems_of_their_run(run, page, tmp_path, capsys):
     text, tables = page(tmp_path / "expts")
     assert "cut: config.yaml or environment.json is missing or damaged" in text
     assert "empty: metrics.jsonl: 3 line(s) cannot be read; skipped" in text and "odd: cannot be read: " in text
-    assert len(tables["results"]) == 1 + 3 and runs_tool.main([str(tmp_path / "expts")]) == 0
+    assert len(tables["results"]) == 1 + 3
+    assert runs_tool.main([str(tmp_path / "expts")]) == 0
     assert "empty: metrics.jsonl has no finished epoch yet" in capsys.readouterr().out
 
 

@@ -87,7 +87,8 @@ def test_two_runs_are_drawn(suffix, begins, folder, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason='matplotlib is missing: pip install ".[plot]"')
     picture = tmp_path / f"steps{suffix}"
     assert main([str(folder), str(folder), "--out", str(picture)]) == 0
-    assert picture.read_bytes().startswith(begins) and capsys.readouterr().out.count("two-ranks: iteration 3") == 2
+    assert picture.read_bytes().startswith(begins)
+    assert capsys.readouterr().out.count("two-ranks: iteration 3") == 2
 
 
 @pytest.mark.parametrize(("content", "message"), [

@@ -36,7 +36,8 @@ def test_averages_are_per_image_for_any_division_into_batches_and_log_points(one
     assert average["acc1"] == pytest.approx((outputs.argmax(1) == targets).float().mean().item())
     assert average["images"] == 12 and [window["images"] for window in windows] == [7, 1, 4]
     assert sum(window["loss"] * window["images"] for window in windows) / 12 == pytest.approx(average["loss"])
-    sums.reset(), sums.add(torch.ones(()), outputs, targets)  # in the next epoch
+    sums.reset()
+    sums.add(torch.ones(()), outputs, targets)  # in the next epoch
     assert sums.average_since_last(one_rank) == {"loss": 1, "acc1": average["acc1"], "images": 12}
     sums.load(sums.sums.clone(), sums.logged, micro_batches=7)  # of a checkpoint within an epoch
     assert sums.finite_micro_batches() == 7

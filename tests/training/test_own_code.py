@@ -217,8 +217,7 @@ def test_what_fails_in_training_is_found_at_the_start(tiny, one_rank, code, monk
 
 def test_outputs_must_depend_on_all_parameters_with_several_ranks(tiny, one_rank, code):
     learner = Trainer(tiny(model="of_mine:unused"), one_rank).learner
-    batch = replace(learner.plan.global_batch, world_size=2)
-    learner.plan = replace(learner.plan, global_batch=batch)
+    learner.plan = replace(learner.plan, global_batch=replace(learner.plan.global_batch, world_size=2))
     with pytest.raises(ConfigError, match=r"do not depend on 0\.extra\.weight; with several ranks, remove it"):
         check_network(learner, "of_mine:unused", (3, 32, 32), [2])
     assert isinstance(explain(RuntimeError("parameters that were not used in producing loss")), ConfigError)  # of DDP
@@ -310,9 +309,8 @@ def test_data_that_cannot_be_trained_on_is_named(tiny, monkeypatch, code, spoil,
 
 def test_an_exception_in_the_users_function_is_missing_data_with_its_line(tiny, code, capsys):
     config = tiny(**OWN | {"dataset": "of_mine:no_data", "data_path": str(code)})
-    status = train.main(Arguments(config, "tiny", code / "run", "auto", dry_run=True))
+    assert train.main(Arguments(config, "tiny", code / "run", "auto", dry_run=True)) == 3
     error = capsys.readouterr().err
-    assert status == 3
     assert "dataset of_mine:no_data: FileNotFoundError: " in error
     line = CODE[: CODE.index("nowhere.npy")].count("\n") + 1
     assert error.endswith(f'of_mine.py:{line}: no_data = lambda data_path: open(data_path / "nowhere.npy").read()\n')
