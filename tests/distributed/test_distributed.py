@@ -66,10 +66,7 @@ def train_some_steps(world, num_steps=10, **changes):
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "fused": {"enable_extra_opts": ["fused_optimizer"]},
     "small buckets": {"bucket_cap_mb": 0.02},
-    "zeroed": {},
-    "dropped": {"enable_extra_opts": ["zero_grad_set_to_none"]},
     "all at once": {"enable_extra_opts": True, "micro_batch_size": 6, "enable_nhwc": True},
     "accumulated, zeroed": {"micro_batch_size": 12},
     "no communication": {"parallel": "no_communication"},
@@ -109,10 +106,11 @@ def repeat_a_step(world):
     """Return the gradients of the same step, taken three times, and whether building DDP changed nothing."""
     torch.manual_seed(0)
     model = build_model(configuration())
+    model.forward = forward = model.forward  # as in a user's network whose forward is its own attribute
     weights, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     distributed = distribute(configuration(), model, world)
     unchanged = all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    unchanged &= torch.equal(generator, torch.get_rng_state())
+    unchanged &= torch.equal(generator, torch.get_rng_state()) and model.forward is forward
     unchanged &= all(parameter.grad is None for parameter in model.parameters())
     torch.manual_seed(world.rank)
     images, gradients = torch.randn(8, 3, 32, 32), []
@@ -180,7 +178,7 @@ def test_all_options_of_ddp_give_the_same(tmp_path, one_process):
             assert torch.equal(first[name]["weights"], second[name]["weights"]), name
     assert distance(first["no communication"]["weights"], second["no communication"]["weights"]) > 1e-3
     # gradients stay in the single bucket, however they are cleared
-    for name in ("fused", "zeroed", "dropped", "all at once", "accumulated, zeroed"):
+    for name in ("all at once", "accumulated, zeroed"):
         assert first[name]["storages"] == 1, name
     assert first["small buckets"]["storages"] > 3
 

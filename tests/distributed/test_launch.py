@@ -80,7 +80,7 @@ def test_nodes_and_tasks_in_slurms_notation_and_names_of_ranks():
     assert [*map(launchers.name_ranks, ([3], [7, 1, 2, 3], [0, 1]))] == ["rank 3", "ranks 1-3, 7", "ranks 0, 1"]
 
 
-def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypatch):
+def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert (choose_device("auto", 1), choose_device("cpu", 1)) == (torch.device("cuda", 1), torch.device("cpu"))
@@ -93,9 +93,10 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_visible_one(monkeypa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert choose_device("cuda", 1) == torch.device("cuda", 0)
     monkeypatch.setattr(os, "environ", TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"})
-    monkeypatch.setattr(utils.distributed.ranks, "choose_device", chosen := Mock(return_value=torch.device("cpu")))
-    assert utils.distributed.ranks.run_ranks(lambda world: None, "auto", 9) == 0
+    monkeypatch.setattr(utils.distributed.ranks, "choose_device", chosen := Mock(side_effect=ConfigError("none")))
+    assert utils.distributed.ranks.run_ranks(lambda world: None, "auto", 9) == 2
     chosen.assert_called_once_with("auto", 1)
+    assert capsys.readouterr().err == "error: none\n"
 
 
 def test_a_job_keeps_its_name_when_it_is_restarted():
@@ -108,7 +109,7 @@ def test_a_job_keeps_its_name_when_it_is_restarted():
     assert name == job_name({"TORCHELASTIC_RUN_ID": "none"}) and name.startswith(f"torchrun {os.getppid()} ")
     code = "import os; from utils.distributed.launch import job_name; print(job_name(os.environ))"
     other = launch("sh", "-c", f"{sys.executable} -c '{code}'; true", TORCHELASTIC_RUN_ID="none").stdout.strip()
-    assert other.startswith("torchrun ") and other != name
+    assert other.startswith("torchrun ") and int(other.split()[2]) > int(name.split()[2]), "it started later"
 
 
 @pytest.mark.parametrize(("places", "quota", "cores"), [
@@ -137,7 +138,7 @@ def test_a_rank_has_as_many_threads_as_cores(monkeypatch, ranks, cores, variable
     assert chosen == threads
 
 
-OWN, V1 = "0::/pod/own\n", "5:cpu,cpuacct:/pod/own\n4:memory:/pod/own\n0::/pod/own\n"
+OWN, V1 = "0::/pod/own\n", "6:cpuset:/set\n5:cpu,cpuacct:/pod/own\n4:memory:/pod/own\n0::/pod/own\n"
 
 
 @pytest.mark.parametrize(("name", "limits"), {  # content of /proc/self/cgroup, files in /sys/fs/cgroup, cores, bytes
@@ -146,7 +147,8 @@ OWN, V1 = "0::/pod/own\n", "5:cpu,cpuacct:/pod/own\n4:memory:/pod/own\n0::/pod/o
     "v2, none": (OWN, {"pod/own/cpu.max": "max 100000", "pod/own/memory.max": "max"}, inf, inf),
     "v1": (V1, {"cpu/pod/own/cpu.cfs_quota_us": "50000", "cpu/pod/own/cpu.cfs_period_us": "100000",
                 "memory/pod/own/memory.limit_in_bytes": "9", "memory/pod/memory.limit_in_bytes": "99"}, 0.5, 9),
-    "v1, in a container": (V1, {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3, inf),
+    "v1, in a container": (V1, {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000",
+                                "cpu/set/cpu.cfs_quota_us": "1", "cpu/set/cpu.cfs_period_us": "1"}, 3, inf),
     "v1, none": (V1, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, inf, inf),
     "malformed": (OWN, {"pod/own/cpu.max": "wide", "pod/cpu.max": "1 0", "pod/own/memory.max": ""}, inf, inf),
     "another program's": ("no line\n", {"pod/own/cpu.max": "1 1"}, inf, inf),

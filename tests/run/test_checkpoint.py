@@ -121,23 +121,16 @@ def test_without_a_good_one_it_is_an_error_of_status_4(folder, resume):
         resume()
 
 
-class _Bomb:
-    def __reduce__(self):
-        return (Path.touch, (Path("sprung"),))
-
-
 @pytest.mark.parametrize(("change", "message"), [
     ({"format": checkpoint.FORMAT + 1}, "is not a checkpoint of this version"),  # and no older one is used instead
     ({"best": "the best"}, "is not a checkpoint of this version"),
-    ({"average": _Bomb()}, "is no file of torch.save with only tensors and plain values")])  # fmt: skip
-def test_another_versions_or_programs_file_is_refused(saved, state, monkeypatch, change, message):
-    """With the right digest. The pickle would run code."""
-    monkeypatch.chdir(saved)
+    ({"average": Path("/")}, "is no file of torch.save with only tensors and plain values")])  # fmt: skip
+def test_another_versions_or_programs_file_is_refused(saved, state, change, message):
+    """With the right digest. The pickle of a path calls a function."""
     newest = list_checkpoints(saved)[0]
     newest.write_bytes(encode(state | change))
     with pytest.raises(CheckpointError, match=f"{newest}: {message}"):
         newest_good(saved)
-    assert not Path("sprung").exists()
 
 
 def test_another_model_batch_or_order_is_refused_with_what_differs(tiny):

@@ -74,16 +74,11 @@ def test_a_folder_that_is_moved_aside_between_opening_and_locking_is_not_locked(
     lock_folder(tmp_path / "run.1").close()
 
 
-def wait_for(ready, enough):
-    ready.set()
-    enough.wait(60)
-
-
 def test_loader_workers_of_a_killed_run_do_not_hold_its_folder(tmp_path):
     context = multiprocessing.get_context("fork")
     ready, enough = context.Event(), context.Event()
     lock = lock_folder(tmp_path / "run")
-    worker = context.Process(target=wait_for, args=(ready, enough), daemon=True)
+    worker = context.Process(target=lambda: (ready.set(), enough.wait(60)), daemon=True)
     worker.start()
     assert ready.wait(60)
     with pytest.raises(ConfigError, match="another run is writing here"):

@@ -123,11 +123,8 @@ def test_a_run_records_them(tiny, one_rank, tmp_path, monkeypatch):
 
 
 def test_mfu_counts_all_devices_and_ranks_of_a_host_share_one(tiny, one_rank, tmp_path, monkeypatch):
-    class Four(World):
-        def all_gather(self, value):
-            return ["gpu01", "gpu01", "gpu02", "gpu02"]
-
-    cpu, gpu = (Four(0, 0, 4, torch.device(kind)) for kind in ("cpu", "cuda"))
+    four = {"world_size": 4, "all_gather": lambda _: ["gpu01", "gpu01", "gpu02", "gpu02"]}
+    cpu, gpu = (SimpleNamespace(device=torch.device(kind), **four) for kind in ("cpu", "cuda"))
     assert (count_devices("ddp", cpu), count_devices("ddp", gpu)) == (2, 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert count_devices("dataparallel", gpu) == 8

@@ -66,13 +66,12 @@ def test_the_same_call_resumes_an_interrupted_run(run, tmp_path, monkeypatch):
 
 def test_a_wrong_setting_is_an_error_with_a_plain_message(tmp_path):
     with pytest.raises(api.ConfigError, match="unknown key 'batch_sise'"):
-        api.train("quickstart", batch_sise=3)
-    with pytest.raises(api.ConfigError, match="lr"):
-        api.train("quickstart", lr=tmp_path)
+        api.train("quickstart", batch_sise=tmp_path)
 
 
 def test_load_gives_the_predictions_of_the_command(run, one_rank, tmp_path):
-    with pytest.warns(UserWarning, match="deterministic: the same bits in every run"):
+    (run.folder / "checkpoints/step-999999999.pt").write_text("damaged")
+    with pytest.warns(UserWarning, match="deterministic: the same bi"), pytest.warns(UserWarning, match="is damaged"):
         model, names, transform = api.load(run.folder, deterministic=True, test_time_views=2)
     dataset = load_dataset("shapes", tmp_path, download=False)
     chosen = spread_over_classes(np.arange(2_000), 100)

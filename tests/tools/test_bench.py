@@ -101,6 +101,9 @@ def test_an_unwritable_file_is_reported_before_measuring(option, tmp_path, monke
     assert main(["ladder", f"{option}={tmp_path}/none/file"]) == 2
     assert f"error: {option} {tmp_path}/none/file: cannot be written; choose a file in" in capsys.readouterr().err
     assert main(["ladder", f"{option}={tmp_path}"]) == 2
+    monkeypatch.setattr(ladder, "save", saved := Mock())
+    ladder.draw({"a": Trials((2.0,)), "b": Trials((3.0,))}, "", tmp_path)
+    assert [text.get_text() for text in saved.call_args.args[0].axes[0].texts] == ["2  (1.00x)", "3  (1.50x)"]
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["ladder", f"--plot={tmp_path}/picture.png"]) == 2
     assert "matplotlib is missing" in capsys.readouterr().err
@@ -122,13 +125,13 @@ def test_a_ladders_speed_ups_and_its_regressions(rates, tmp_path, monkeypatch, c
         block, _, switch = name.partition("+")
         changed = ladder.read_rung(CIFAR100, name, []) != ladder.read_rung(CIFAR100, block, [])
         assert changed is bool(switch), f"{name} changes nothing"
-    found = {f"{kind}, {unit}": Trials((5e3,)) for kind, unit in (("product float32", "TFLOP/s"), ("memory", "GB/s"))}
-    monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: found)
+    monkeypatch.setattr(ladder, "measure_limits", lambda *_, **__: {"memory, GB/s": Trials((5e3,))})
+    monkeypatch.setattr(ladder, "per_image", lambda *_: {"flops": 1e12, "bytes": 1e9, "limit": 400.0})
     arguments, report = ["ladder", "--configs=bs256,bs128", "--trials=1", *SMALL], tmp_path / "report.json"
     rates.update(bs256=100.0, bs128=200.0)
     assert main([*arguments, f"--json={report}"]) == 0
     row = " ".join(capsys.readouterr().out.replace("│", "").partition("bs128 ")[2].partition("\n")[0].split())
-    assert re.fullmatch(r"200\.0 \(200\.0-200\.0\) 2\.00 9\.0 8 \S+ \d+% \d+% 2\.0", row)
+    assert row == "200.0 (200.0-200.0) 2.00 9.0 8 200.00 50% 4% 2.0"
     rates["bs128"] = 150.0
     assert main([*arguments, f"--baseline={report}"]) == 1
     assert "\nbs128: -25.0 % against the baseline: REGRESSION\nbs256: +0.0 %" in capsys.readouterr().out
@@ -189,12 +192,15 @@ def test_fractions_count_the_datasets_own_images(tiny, one_rank, monkeypatch):
 
 
 def test_limits_count_multiply_adds_as_two_and_a_copy_as_reading_and_writing(monkeypatch):
-    monkeypatch.setattr(common, "time_action", Mock(side_effect=cycle([0.02, 0.1])))  # then three times in a trial
+    tf32, seconds = set(), cycle([0.02, 0.1])  # then three times in a trial
+    allowed = partial(getattr, torch.backends.cuda.matmul, "allow_tf32")
+    monkeypatch.setattr(common, "time_action", lambda *_: tf32.add(allowed()) or next(seconds))
     monkeypatch.setattr(limits, "dist", Mock())
     found = limits.measure_limits(World(0, 0, 2, torch.device("cpu")), 1)
     product, convolution = 30 * 2 * 1024**3 / 1e12, 30 * 2 * 32 * (8 * 8) * 256 * 256 * (3 * 3) / 1e12
     rates = [product, convolution] * 2 + [30 * 2 * 2**28 / 1e9, 10 * 0.1]  # float32, bf16; memory, all-reduce
     assert [trials.median for trials in found.values()] == pytest.approx(rates)
+    assert tf32 == {False}
 
 
 def test_rates_are_of_timed_batches_on_a_finished_device(tiny, one_rank, monkeypatch, capsys):
@@ -271,11 +277,13 @@ def test_lightnings_clock_stops_before_it_moves_the_network_to_the_cpu(tiny, mon
     assert [name for name, *_ in calls.mock_calls] == ["wait", "clock", "wait", "clock", "cpu"]
 
 
-def test_batches_are_checked_and_speed_ups_are_of_medians_and_of_the_slowest_rank(tiny, tmp_path, monkeypatch):
-    records = {"strong 1": (100, 90, 500), "strong 4": (300, 320, 1), "weak 2": (50.0,)}
-    results = scaling.summarise({name: {"train_images_per_sec": Trials(speeds)} for name, speeds in records.items()})
-    assert (results["strong 4"]["train_speed_up"], results["strong 4"]["train_efficiency"]) == (3.0, 0.75)
-    assert results["weak 2"]["train_efficiency"] == 1.0, "the fewest processes are the reference"
+def test_batches_are_checked_and_speed_ups_are_of_medians_of_the_slowest_rank(tiny, tmp_path, monkeypatch, capsys):
+    speeds = 100, 300, 50, 120, 90, 320, 50, 120, 500, 1, 50, 120  # strong 2, strong 8, weak 2, weak 8
+    values = ({"train_images_per_sec": speed, "communication_share": 0.4} for speed in speeds)
+    monkeypatch.setattr(scaling, "run_once", lambda *_: next(values))
+    assert main(["scaling", "--nproc=2,8", "--trials=3", *SMALL]) == 0  # the fewest processes are the reference
+    printed = re.sub(r"[ │]+", " ", capsys.readouterr().out)
+    assert " strong 8 300 (1-320) 3.00 75% 40.0% " in printed and " weak 8 120 (120-120) 2.40 60% 40.0% " in printed
     # measured in three rounds of three steps; the other rank has half of this rank's images/s
     rates = {"ddp": iter((9, 60, 70, 10)), "no_communication": iter((9, 80, 10, 100))}  # the first: warm-up
     world = Mock(world_size=2, is_main=True, all_gather=lambda value: [value, value / 2])

@@ -244,28 +244,30 @@ def test_failed_tests_of_dcgm_are_quoted(action, arguments, level, message, tmp_
 
 
 def test_a_single_process_checks_all_gpus_of_its_node(tiny, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6.3e10 if device.index == 1 else 6.5e10, 8e10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
-    rates = {0: 600.0, 1: 600.0, 2: 100.0}
+    rates = {0: 600.0, 1: 100.0}
 
     def measure(world, *_):
-        other = dict.fromkeys(["memory, GB/s", "host to device, GB/s"], SimpleNamespace(median=1.0))
+        other = {"memory, GB/s": SimpleNamespace(median=2.0), "host to device, GB/s": SimpleNamespace(median=1.0)}
         return other | {"product bf16, TFLOP/s": SimpleNamespace(values=[rates[world.device.index], 50.0])}
 
     monkeypatch.setattr(measured, "measure_limits", measure)
     monkeypatch.setattr(measured, "check_device", lambda device: Finding("fingerprint", "ok", "GPU: a"))
+    monkeypatch.setattr(hardware, "check_dcgm", lambda _, usable, __: Finding("dcgm", "ok", "", figures={"": usable}))
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     options, world = doctor.parser().parse_args([]), World(0, 0, 1, torch.device("cuda", 0))
     found = doctor.examine(options, tiny(), world)
-    limits = [(finding.where, finding.level) for finding in found if finding.check == "limits"]
-    assert limits == [("node7, cuda:0", "ok"), ("node7, cuda:1", "warn"), ("node7, cuda:2", "ok")]  # 1: memory in use
+    figures = [(one.where, one.level, *one.figures.values()) for one in found if one.check in ("dcgm", "limits")]
+    limits = ("node7, cuda:0", "ok", 600, 2, 1), ("node7, cuda:1", "warn", 100, 2, 1)  # 1: memory in use
+    assert figures == [("node7", "ok", 2), *limits], "DCGM may test both GPUs"
     (slow,) = [finding for finding in found if finding.check == "comparison"]
-    assert (slow.level, slow.where) == ("fail", "node7, cuda:2")
+    assert (slow.level, slow.where) == ("fail", "node7, cuda:1")
     assert slow.message == "limits, bf16 TFLOP/s 100, 17% of the median 600"
     assert {finding.where for finding in found if finding.check in ("disk", "pcie", "gpu health")} == {"node7"}
     options.burn_in = 1.0
-    with pytest.raises(ConfigError, match="start it with torchrun --nproc_per_node=3 -m"):
+    with pytest.raises(ConfigError, match="start it with torchrun --nproc_per_node=2 -m"):
         doctor.examine(options, tiny(), world)
 
 
@@ -275,6 +277,7 @@ def test_a_slow_all_reduce_warns(kind, rate, level, monkeypatch):
     monkeypatch.setattr(measured, "measure_limits", lambda *_: found)  # bus: 1.75 times the rate
     finding = measured.check_all_reduce(World(0, 0, 8, torch.device(kind)))
     assert (finding.level, finding.figures) == (level, {"GB/s": rate})
+    assert finding.message.endswith(f" {rate:.2f} GB/s, bus bandwidth {1.75 * rate:.2f} GB/s")
 
 
 def record(node, *rates, findings=(), device="H200", software=("torch", "2.14.1")):
@@ -398,6 +401,7 @@ def test_nodes_starts_one_process_per_node_with_srun(tmp_path, monkeypatch, capf
 
 def check_with_a_slow_rank(folder):
     """Check as a rank of which the second is slow; its other measurements are its own."""
+    os.environ["SLURMD_NODENAME"] = "other" if os.environ["RANK"] == "2" else "node"
     measure, rate = measured.measure_limits, 0.4 if os.environ["RANK"] == "1" else 1.0
     measured.measure_limits = lambda *a: measure(*a) | {"product float32, TFLOP/s": SimpleNamespace(values=[rate])}
     return doctor.main(["--config", "quickstart", "--set", "device=cpu", "--run-dir", folder])
@@ -405,8 +409,9 @@ def check_with_a_slow_rank(folder):
 
 def test_of_several_ranks_the_slow_one_is_named(tmp_path):
     first, *others = run_job(tmp_path / "job", 3, check_with_a_slow_rank, str(tmp_path))
-    assert re.search(r"^fail  comparison .* 0\.4, 40% of the median 1  \[rank 1\]$", first.output, re.MULTILINE)
-    assert all(f"\nok    {check}" in first.output for check in ("versions", "all-reduce"))
+    assert re.search(r"^fail  comparison .* 0\.4, 40% of the median 1  \[node rank 1\]$", first.output, re.MULTILINE)
+    words = "\nok    versions", "\nok    all-reduce", "GB available for 2 rank(s)  [node]"
+    assert all(word in first.output for word in words)
     assert first.output.splitlines()[-1].startswith("fail:") and [rank.status for rank in others] == [2, 2]
 
 
@@ -436,7 +441,7 @@ def test_fingerprints_repeat_leave_global_state_unchanged_and_find_a_flipped_bit
 
 
 @pytest.mark.parametrize(("rates", "prints", "level", "words"), [
-    ([100, 101, 99, 100], "aaaa", "ok", "10.0 min, 4 rounds: 100.0 images/s, standard deviation 0.7%, +0.0% from "
+    ([101, 100, 99, 100], "aaaa", "ok", "10.0 min, 4 rounds: 100.0 images/s, standard deviation 0.7%, -1.0% from "
      "the first quarter to the last; 4 equal fingerprints; at most 71 °C; at most 700 W; at least 1797 MHz"),
     ([100] * 6 + [88] * 4, "a" * 10, "warn", "-12.0% from the first quarter to the last"),
     ([100] * 6 + [91] * 4, "a" * 10, "ok", "-9.0% from"), ([100] * 4, "aaba", "fail", "1 of 4 fingerprints differ"),
@@ -454,7 +459,7 @@ def test_a_short_burn_in_on_this_machine(tiny, one_rank, monkeypatch):
     monkeypatch.setattr(measured, "time", Mock(monotonic=itertools.count(0, 20).__next__))
     monkeypatch.setattr(World, "broadcast", asked := Mock(side_effect=lambda value: value))
     finding = measured.burn_in(tiny(), one_rank, 1)
-    assert finding.figures == {"images/s": 2 * 32 / 0.05} and "4 rounds" in finding.message
+    assert finding.figures == {"images/s": 2 * 32 / 0.05} and finding.message.startswith("1.3 min, 4 rounds")
     assert finding.level == "ok" and "4 equal fingerprints" in finding.message
     assert asked.call_args.args == (False,), "the ranks end together"
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from unittest.mock import Mock
 
 import pytest
 
@@ -133,7 +134,7 @@ def test_seeds_are_paired_and_the_command_resumes(tmp_path, runs, capsys):
     assert len(runs) == 6, "a mistake is reported before the first run"
 
 
-def test_a_seeds_run_begins_anew_keeps_its_logs_and_ends_with_its_status(tmp_path):
+def test_a_seeds_run_begins_anew_keeps_its_logs_and_ends_with_its_status(tmp_path, monkeypatch):
     (tmp_path / ".seed-3.partial/checkpoints/of-an-interrupted-run").mkdir(parents=True)
     settings = [word.removeprefix("--set=") for word in TINY_OPTIONS] + ["save_checkpoint=false", "seed=3"]
     seconds = record.run_seed(CIFAR100, "bs128", [*settings, "stop_at_accuracy=0.01"], tmp_path)["seconds"]
@@ -142,5 +143,7 @@ def test_a_seeds_run_begins_anew_keeps_its_logs_and_ends_with_its_status(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["seed-3"]
     kept = {"config.yaml", "environment.json", "train.log", "metrics.jsonl", "trial.json"}
     assert {path.name for path in (tmp_path / "seed-3").iterdir()} == kept
-    with pytest.raises(SystemExit, match="2"):
-        record.run_seed(CIFAR100, "bs128", [*settings, "device=cuda"], tmp_path)
+    for returncode, status in ((2, "2"), (-9, "1")):  # the second: ended by a signal
+        monkeypatch.setattr(subprocess, "run", Mock(return_value=Mock(returncode=returncode)))
+        with pytest.raises(SystemExit, match=status):
+            record.run_seed(CIFAR100, "bs128", settings, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tools import runs as runs_tool
-from tools.report import duration, goals, main
+from tools.report import duration, goals, goals_table, main
 from tools.runs import Run
 
 pytest.importorskip("plotly", reason='plotly is missing: pip install ".[report]"')
@@ -103,7 +103,7 @@ def test_goals():
     assert goals([reaching(0.2, 0.55), reaching(0.4, 0.8)]) == [0.55, 0.75, 0.8]
     assert goals([reaching(0.93, dataset="cifar10")]) == [0.93]
     assert goals([reaching(0.93, dataset="cifar100")]) == [0.75, 0.93]
-    assert goals([reaching(0.948, dataset="cifar10", stop_at_accuracy=0.945)]) == [0.94, 0.945]
+    assert goals_table([reaching(0.948, dataset="cifar10", stop_at_accuracy=0.945)])[0][2:] == ("94 %", "94.5 %")
     assert goals([reaching(0.01)]) == goals([]) == []
 
 
@@ -174,8 +174,10 @@ def test_a_run_that_began_from_another_runs_checkpoint_has_that_runs_best(run, p
     records[-1] |= {"best_acc1": 0.99, "best_epoch": 1, "images_per_sec": 1234.4}
     metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     (metrics.parent / "environment.json").write_text('{"device": "GPU", "world_size": 2}')
+    os.utime(metrics, (2e9 + 30_000,) * 2)  # at noon, UTC
     row = page(metrics.parent)[1]["results"][1]
-    assert row[2:5] == ["3 of 3", "99.00%", "1"] and row[6:9] == ["5.0 min", "1,234", "2 x GPU"]
+    assert row[2:5] == ["3 of 3", "99.00%", "1"]
+    assert [*row[6:9], row[9][:10]] == ["5.0 min", "1,234", "2 x GPU", "2033-05-18"]
 
 
 def test_states_and_a_folder_without_a_run(run, page, tmp_path, capsys):

@@ -89,6 +89,8 @@ def test_a_start_that_does_not_resume_is_detected(folder, scripted):
     folder.with_name(f"{folder.name}.status").write_text("3")  # of the start before
     scripted("")
     assert train_and_kill(job, folder, (), random.Random(0)) == ""
+    scripted("import time; time.sleep(600)")
+    assert train_and_kill(job, folder.with_name("new"), (0.0, 0.0, 0.0), random.Random(0)) == "while starting"
     scripted("raise SystemExit(3)")
     with pytest.raises(ExpectedError, match="a start ended with status 3"):
         train_and_kill(job, folder, (), random.Random(0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from utils.run.clock import Clock
+from utils.run.clock import ACTIVITIES, Clock
 from utils.run.logger import RunLogger
 from utils.training.metrics.sums import MetricSums
 
@@ -98,7 +98,7 @@ def test_the_log_has_loss_accuracy_rate_speed_and_time_left(tmp_path):
 
 def test_time_left_is_forecast_by_the_pace_since_the_first_log_point(monkeypatch):
     clock, now = Clock(), [0.0]
-    monkeypatch.setattr(clock, "seconds", lambda *_: now[0])
+    monkeypatch.setattr(clock, "seconds", lambda *names: now[0] if names == ACTIVITIES else 0.0)
     now[0] = 50.0  # compilation; the run resumes in mid-epoch
     assert clock.time_left(0.5, 3) is None
     now[0] = 54.0

@@ -244,6 +244,7 @@ def test_own_and_timms_optimizers_train_and_resume(tiny, one_rank, tmp_path, mon
     whole, _, resumed = learners
     assert [group["weight_decay"] for group in whole.optimizer.param_groups] == [5e-4, 0.0]
     assert all(map(torch.equal, *(one.model.state_dict().values() for one in (whole, resumed))))
+    assert (halves / "train.log").read_text().count("Verified 4 step(s), none wrong") == 2, "in each start's log"
     for kind in ("step", "epoch"):
         one, two = (without_times(read_records(folder, kind)) for folder in (tmp_path / "whole", halves))
         assert one == two and one, kind
