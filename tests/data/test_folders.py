@@ -258,8 +258,7 @@ def test_a_passing_error_is_no_damage(passing, monkeypatch):
 
 @DECODING
 def test_names_that_are_not_utf8(backend, config, copy, tmp_path, capsys, tolerant):
-    """Names of a class, an image and an unreadable image, which is added to the list of earlier starts; also a
-    validation batch without a readable image."""
+    """Of a class, an image, and an unreadable one, listed with earlier ones; a validation batch has no other image."""
     for split in ("train", "val"):
         folder = os.fsencode(copy / split)
         os.rename(folder + b"/ant", folder + b"/\xe9")
@@ -298,6 +297,12 @@ def test_wrong_folders_are_named(damage, message, config, copy, tmp_path, capsys
     chosen = config("imagefolder", data_path=copy)
     assert main(Arguments(chosen, "default", tmp_path / "run", "auto", dry_run=False)) == 3
     assert message in capsys.readouterr().err
+
+
+def test_a_class_folder_in_another_unicode_form_is_refused_as_such(tmp_path):
+    (tmp_path / "be\u0301e").mkdir()
+    with pytest.raises(DataError, match="some differ in their Unicode form only\nits classes are: ant, b\u00e9e"):
+        find_images([tmp_path], ["ant", "b\u00e9e"], 8, 1.0)
 
 
 def test_data_that_do_not_fit_the_configuration(config):

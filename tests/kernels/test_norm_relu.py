@@ -111,7 +111,8 @@ def test_other_inputs_weights_and_layers_are_pytorchs():
     for norm, *inputs in (
         (make_norm(6), x.bfloat16(), shortcut), (make_norm(6), x, shortcut[:, :, :1, :1]), (without, x),
         (make_norm(6), x.contiguous()), (make_norm(6).double(), x.double()), (make_norm(6).eval(), x, shortcut),
-        (nn.BatchNorm2d(6, affine=False), x), (nn.BatchNorm2d(6, track_running_stats=False), x),
+        (nn.InstanceNorm2d(6), x), (nn.BatchNorm2d(6, affine=False), x),
+        (nn.BatchNorm2d(6, track_running_stats=False), x),
     ):  # fmt: skip
         expected = separately(copy.deepcopy(norm), nn.ReLU(), *inputs)
         assert torch.equal(normalise(norm, nn.ReLU(), *inputs), expected)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from tests.conftest import ROOT, TINY
+from tests.conftest import ROOT, TINY, as_options
 from tests.processes import free_port, make_command, wait_until, without_launcher
-from tools.common import as_settings
 
 MANIFEST: dict[str, Any] = YAML(typ="safe").load(ROOT / "deploy/jobset.yaml")
 JOB = MANIFEST["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -93,8 +92,7 @@ def test_eviction_signals_every_rank_and_waits_for_it(tmp_path):
 
 @pytest.mark.slow
 def test_evicted_training_resumes(tmp_path):
-    settings = TINY | {"max_epochs": 2000}
-    arguments = [f"--run-dir={tmp_path}/run", *(word for pair in as_settings(settings) for word in ("--set", pair))]
+    arguments = [f"--run-dir={tmp_path}/run", *as_options(TINY | {"max_epochs": 2000})]
     pods = Pods(tmp_path, 2, 1, *arguments)
     log = tmp_path / "run/train.log"
     wait_until("first epoch", 100, lambda: log.exists() and "Starting Training Loop" in log.read_text(), 0.2)

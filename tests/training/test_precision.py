@@ -43,6 +43,7 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("precision", [
     Precision("cpu", "O1", BF16),
     Precision("cpu", "O3", BF16, keep_batchnorm_fp32=False),
+    Precision("cpu", "O3", BF16, keep_batchnorm_fp32=True),
     Precision("cpu", "O1", torch.float16, loss_scale="dynamic"),
     Precision("cpu", "O2", torch.float16, loss_scale=1024.0),
 ], ids=str)  # fmt: skip

@@ -147,8 +147,7 @@ def strike(folder, settings, *options):
 
 def test_a_weight_that_differed_earlier_is_found_by_the_majority(tmp_path):
     """The flip is in an unchecked step: in the next checked one, the repetitions are equal but the ranks differ."""
-    config = tiny_config(verify_every_steps=2)
-    step = next(step for step in range(FIRST_STEPS, 8) if not is_due(config, step))
+    step = next(step for step in range(FIRST_STEPS, 8) if not is_due(tiny_config(verify_every_steps=2), step))
     options = ("--strike=optimizer", f"--step={step + 1}", "--rank=2")
     settings = {"verify_every_steps": 2, "save_checkpoint": False}
     ended = run_job(tmp_path / "job", 3, strike, tmp_path / "run", settings, *options, timeout=280)
