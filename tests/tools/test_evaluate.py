@@ -205,6 +205,7 @@ def test_a_damaged_checkpoint_is_skipped_and_reported(tmp_path, run, refuses, ca
     (["{run}", "--data", "{photos}/disc"], 3, "has images outside class folders; expected"),
     (["{run}", "--data", "{own}/unknown"], 3, "folders that are no classes of this run: zebra"),
     (["{run}", "--data", "{own}/broken"], 3, "not one of 1 images can be read"),
+    (["{run}", "--data", "{own}/broken", "--set=data_loader=torchvision"], 3, "not one of 1 images can be read"),
 ])  # fmt: skip
 def test_bad_usage(run, folders, refuses, tmp_path, arguments, status, message):
     for place in ("unknown/zebra", "broken/ring"):
