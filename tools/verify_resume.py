@@ -118,7 +118,7 @@ def compare(uninterrupted: Path, killed: Path) -> list[str]:
         records = read_records(folder, *KINDS)
         content = {METRICS: [{key: value for key, value in row.items() if key not in MEASURED} for row in records]}
         content |= {key: state[key] for key in state.keys() - {"seconds", "timing", "versions"}}
-        content |= {f"{key} of best.pt": best[key] for key in ("model", "epoch")}
+        content |= {f"{key} of best.pt": best[key] for key in ("model", "average", "epoch")}
         sides.append(dict(_flatten("", content)))
     left, right = sides
     differing = [where for where in sorted({*left, *right}) if left.get(where) != right.get(where)][:20]

@@ -29,7 +29,7 @@ def last_bits(folder, rows):
 
 
 def other_best(folder, rows):
-    best = read_checkpoint(folder / "checkpoints/best.pt")
+    best = read_checkpoint(folder / "checkpoints/best.pt") | {"average": {"decay": 0.5}}
     best["model"]["fc.bias"][3] += 1e-6
     write_atomically(folder / "checkpoints/best.pt", encode(best))
 
@@ -38,7 +38,8 @@ def other_best(folder, rows):
     (lambda _, rows: [row.update(seconds=1.5, clock_seconds={"train": 1.5}) for row in rows], set()),
     (lambda _, rows: rows[1].update(learning_rate=rows[1]["learning_rate"] + 1e-15), {"metrics.jsonl.0.learning_rate"}),
     (last_bits, {"model.fc.weight", "optimizer.state.0.momentum_buffer", "ranks.0.of_this_rank"}),
-    (other_best, {"model of best.pt.fc.bias"}), (lambda _, rows: rows.pop(), {"metrics.jsonl"})])  # fmt: skip
+    (other_best, {"model of best.pt.fc.bias", "average of best.pt.decay"}),
+    (lambda _, rows: rows.pop(), {"metrics.jsonl"})])  # fmt: skip
 def test_comparison_finds_each_difference(change, places, finished, folder):
     metrics = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

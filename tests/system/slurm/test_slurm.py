@@ -406,7 +406,6 @@ def test_submitted_from_another_folder(tmp_path, script):
     assert job.run(script, cwd=elsewhere) == (2, f"{script}: no {missing} in {elsewhere}: {remedy}\n")
 
 
-CHECK_NODE = ROOT / "deploy/check_node.sh"
 FAILS = """echo "fail  pcie           4 of 16 lanes
                      -> reseat the card
 fail  gpu faults     Xid 79; Xid 48
@@ -448,7 +447,7 @@ def test_the_doctor_drains_a_node_and_returns_only_its_own(tmp_path, drained, do
     make_command(tmp_path, "timeout", f'echo "$*" >{tmp_path}/limit; exec /usr/bin/timeout "$@"')
     if drained is None:  # then `command` finds nothing
         environment["BASH_FUNC_command%%"] = "() { return 1; }"
-    assert subprocess.run(["bash", CHECK_NODE], env=environment, check=False).returncode == status
+    assert subprocess.run(["bash", ROOT / "deploy/check_node.sh"], env=environment, check=False).returncode == status
     updated, said, began = ("".join(f.read_text() for f in tmp_path.glob(name)) for name in ("update", "said", "began"))
     assert began.endswith("check_node.sh mended\n") == ((drained, role) == (OURS, "health"))
     assert updated.splitlines() == (["NodeName=node1", *update] if update else [])
