@@ -258,7 +258,7 @@ def test_a_passing_error_is_no_damage(passing, monkeypatch):
 
 @DECODING
 def test_names_that_are_not_utf8(backend, config, copy, tmp_path, capsys, tolerant):
-    """Of a class, an image, and an unreadable one, listed with earlier ones; a validation batch has no other image."""
+    """A class, an image, and an unreadable image that joins an earlier list; one validation batch holds only that."""
     for split in ("train", "val"):
         folder = os.fsencode(copy / split)
         os.rename(folder + b"/ant", folder + b"/\xe9")
